@@ -119,7 +119,7 @@ class Payload:
     """
 
     train_loop: Callable[..., Any] | str
-    train_loop_config: dict[str, Any] | None = None
+    train_loop_config: Any = None
     datasets: dict[str, Any] | Callable[[], dict[str, Any]] | None = None
     dataset_config: Any = None
     torch_config: Any = None

@@ -71,7 +71,7 @@ def make_request(
     worker_runtime_env: dict[str, Any] | None,
 ) -> tuple[RunRequest, Place]:
     """Make the request of a training whose other arguments were checked, and say which one of its flow run it is."""
-    loop, config, pickle = payload.train_loop, payload.train_loop_config or {}, pickled(payload)
+    loop, config, pickle = payload.train_loop, payload.train_loop_config, pickled(payload)
     # Last, since it counts the trainings of the flow run: one that is refused is none.
     place = this_training()
     which = (place.number, place.calls)
@@ -81,7 +81,7 @@ def make_request(
         run_name=run_name
         or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
         owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
-        fingerprint=identity.fingerprint(loop, framework, payload.train_loop_config),
+        fingerprint=identity.fingerprint(loop, framework, config),
         named=run_name is not None,
         resume=resume,
         resume_from=resume_from or "",
@@ -92,7 +92,7 @@ def make_request(
         # A ``num_steps`` may be anything, as the length of a roll-out.
         totals={
             name: total
-            for name, total in config.items()
+            for name, total in identity.entries(config).items()
             if name in TOTALS and not name.startswith("num_") and isinstance(total, int | float)
         },
         worker_runtime_env=worker_runtime_env or {},
@@ -103,7 +103,7 @@ def make_request(
 
 def pickled(payload: Payload) -> bytes:
     """Return the user's objects as the driver gets them; refuse those that no driver can train with."""
-    loop, config = payload.train_loop, payload.train_loop_config
+    loop = payload.train_loop
     if isinstance(loop, str):
         module, _, function = loop.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
@@ -112,8 +112,6 @@ def pickled(payload: Payload) -> bytes:
         check_loop(loop)
     else:
         raise ConfigurationError(f"the train loop must be a function or an import path, got {type(loop).__name__}")
-    if config is not None and not isinstance(config, dict):
-        raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
     for name, dataset in payload.datasets.items() if isinstance(payload.datasets, dict) else ():
         if not getattr(dataset, "has_serializable_lineage", lambda: True)():
             raise ConfigurationError(

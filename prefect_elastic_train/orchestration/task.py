@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any, Generic
 
 from prefect import task
@@ -86,12 +88,12 @@ def _ended_with_its_call(training: Training) -> Iterator[None]:
 def elastic_train(
     train_loop: TrainLoop,
     *,
-    train_loop_config: dict[str, Any] | None = None,
+    train_loop_config: Any = None,
     framework: str = "torch",
     scaling: ElasticScaling | str | None = None,
     failures: FailureBudget | str | None = None,
     checkpoints: CheckpointPolicy | str | None = None,
-    storage: StorageBlock | str | None = None,
+    storage: StorageBlock | str | Path | None = None,
     cluster: RayCluster | str | None = None,
     datasets: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
     run_name: str | None = None,
@@ -109,14 +111,15 @@ def elastic_train(
     Args:
         train_loop: A Ray Train loop: a function of no argument or of the config, or its import path
             ``"package.module:function"``.
-        train_loop_config: Handed to the loop. Default none.
+        train_loop_config: Passed to the loop: a dict, dataclass, pydantic model or anything that can be pickled.
+            Default none.
         framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default ``"torch"``.
         scaling: Workers, as a block or the name of a saved one. Default, as of the next four: the saved block
             that the settings name (``default_scaling`` and so on), else one CPU worker.
         failures: How much may fail. Default without a setting: 3 worker failures and 3 driver restarts.
         checkpoints: Which checkpoints are kept. Default without a setting: all.
-        storage: Where the run directory goes; also a directory (``"./runs"``) or a URL (``"s3://bucket/runs"``, with
-            the ambient credentials). Default without a setting: ``~/elastic_train_runs``.
+        storage: Where the run directory goes; also a directory (``"./runs"``, ``Path("runs")``) or a URL
+            (``"s3://bucket/runs"``, with the ambient credentials). Default without a setting: ``~/elastic_train_runs``.
         cluster: The Ray cluster. Default without a setting: a local one for this training.
         datasets: Ray Data datasets by name, functions that make them, or one function that makes all.
         run_name: Name of the run. Default: the flow's name and the first 8 characters of the flow run id,
@@ -144,6 +147,8 @@ def elastic_train(
     """
     check_arguments(framework, run_name, resume, resume_from, timeout_seconds)
     get_settings()  # what is wrong with them is said now, whether or not a block is looked for
+    if isinstance(storage, Path):
+        storage = os.path.abspath(storage)
     blocks = given_blocks(scaling=scaling, failures=failures, checkpoints=checkpoints, storage=storage, cluster=cluster)
     ray_data = sys.modules.get("ray.data") if datasets else None
     payload = Payload(

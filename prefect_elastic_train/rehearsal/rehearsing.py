@@ -47,7 +47,7 @@ _UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap
 
 def rehearse(
     train_loop: Callable[..., Any] | str,
-    train_loop_config: dict[str, Any] | None = None,
+    train_loop_config: Any = None,
     *,
     framework: str = "torch",
     scaling: GivenBlock | None = None,

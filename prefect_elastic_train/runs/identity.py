@@ -22,7 +22,7 @@ from prefect_elastic_train.core.records import Fingerprint
 
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 ._=,-]{0,126}[A-Za-z0-9._=,-])?")
 #: Modules whose types are arrays, or have a repr that stands for the value unless `_NO_VALUE` matches it.
 _VALUE_MODULES = (
     "builtins",
@@ -50,8 +50,8 @@ def check_run_name(name: str) -> str:
     """Return the name if every store can hold it as a folder, else refuse it with the rule."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
-            f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, '.', '_' and '-', beginning "
-            "with a letter or digit, without '..'"
+            f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, blanks and '._-=,', "
+            "beginning with a letter or digit, without '..' or a blank at the end"
         )
     return name
 
@@ -97,14 +97,22 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
     return _qualified_name(train_loop).replace("<locals>.", "")
 
 
-def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
+def entries(config: Any) -> dict[str, Any]:
+    """Return the values of a loop's configuration by name; one that has no named values as a single value."""
+    config = config or {}  # as in Ray Train
+    if isinstance(config, Mapping | BaseModel):
+        return dict(config)
+    return (dataclasses.is_dataclass(config) and getattr(config, "__dict__", None)) or {"": config}
+
+
+def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Any) -> Fingerprint:
     """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
     opaque: dict[str, str] = {}
     return Fingerprint(
         loop=loop_name(train_loop),
         path=train_loop if isinstance(train_loop, str) else _import_path(train_loop),
         framework=framework,
-        config={str(name): _digest(str(name), value, opaque) for name, value in (config or {}).items()},
+        config={str(name): _digest(str(name), value, opaque) for name, value in entries(config).items()},
         opaque=opaque,
     )
 

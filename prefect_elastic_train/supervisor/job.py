@@ -102,7 +102,8 @@ class JobDriver(Driver):
             is_running = " already, which is followed from now on"
             self._told_until = self._told_until or self.follower.followed_until()
         else:
-            prefix = f"elastic-train-{request.run_name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
+            name = re.sub(r"[^\w.-]", "-", request.run_name)
+            prefix = f"elastic-train-{name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
             number = max((int(job.submission_id.removeprefix(prefix)) for job in own), default=0) + 1
             self.job = self._submit(f"{prefix}{number}", {**metadata, "elastic_train_config": config})
             is_running = ""

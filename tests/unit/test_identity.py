@@ -37,13 +37,17 @@ def _shown(value: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".hidden", "-dash", "a/b", "a..b", "a b", "a\n", "a\0b", "naïve", "٣", "x" * 129, 7]
+    "name", ["", ".hidden", "-dash", " a", "a/b", "a..b", "a ", "a\n", "a\0b", "naïve", "٣", "x" * 129, 7]
 )
 def test_a_name_that_is_no_folder_everywhere_is_refused_with_the_rule(name: Any) -> None:
     with pytest.raises(ConfigurationError) as refused:
         check_run_name(name)
     assert repr(name) in str(refused.value)
-    assert "letters, digits, '.', '_' and '-'" in str(refused.value)
+    assert "letters, digits, blanks and '._-=,'" in str(refused.value)
+
+
+def test_a_name_that_a_sweep_makes_is_taken() -> None:
+    assert check_run_name("lr=0.1,layers=2 wide") == "lr=0.1,layers=2 wide"
 
 
 def test_the_default_name_is_flow_and_eight_characters_that_tell_the_flow_run() -> None:

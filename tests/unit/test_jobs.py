@@ -382,6 +382,14 @@ def test_a_dashboard_that_is_away_says_nothing_about_the_job(
     assert dashboard.asked.count("POST /api/jobs/") == 1
 
 
+def test_the_id_of_a_job_needs_no_quotes_in_a_url_or_a_shell_whatever_the_run_is_called(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    dashboard.train()
+    assert flow.train(dashboard, spec=replace(SPEC, request=replace(SPEC.request, run_name="lr=0.1, wide"))) == ENDED
+    assert [name.rpartition("-")[0].rpartition("-")[0] for name in dashboard.jobs] == ["elastic-train-lr-0.1--wide"]
+
+
 @pytest.fixture
 def own_job(dashboard: Dashboard, tmp_path: Path) -> None:
     """A job of the same training runs, as another process of the flow run has submitted it."""

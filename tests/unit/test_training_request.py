@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from pydantic import BaseModel
 from ray.data import DataContext, Dataset
 from ray.data._internal.logical.interfaces import LogicalPlan
 from ray.data._internal.logical.operators.input_data_operator import InputData
@@ -52,7 +54,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": two}, ["'two' requires 2 arguments (config, other)"]),
     ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
     ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
-    ({"train_loop_config": [1]}, ["train_loop_config must be a dict or None, got list"]),
     ({"timeout_seconds": 0}, ["timeout_seconds=0 must be above 0"]),
     ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "one of them"]),
     ({"resume_from": "../b"}, ["'../b' cannot name a run directory"]),
@@ -154,6 +155,29 @@ def test_datasets_and_a_validation_need_cpus_beside_those_of_the_workers(argumen
     assert elastic_train.ask(train_loop=loop, **arguments).request.cpus_beside == cpus
 
 
+@dataclass
+class Hyper:
+    lr: float = 0.1
+    max_steps: int = 9
+
+
+class Model(BaseModel):
+    width: int = 3
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [(Hyper(), ["lr", "max_steps"]), (Model(), ["width"]), ([1, 2], [""])],
+    ids=["dataclass", "pydantic", "list"],
+)
+def test_a_config_may_be_of_any_type_and_its_fields_are_compared_by_name(config: Any, keys: list[str]) -> None:
+    request = elastic_train.ask(loop, train_loop_config=config).request
+    assert pickle.loads(request.payload).train_loop_config == config
+    assert list(request.fingerprint.config) == keys
+    assert request.totals == ({"max_steps": 9} if "max_steps" in keys else {})
+    assert request.fingerprint.opaque == {}
+
+
 def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "default_block_name", lambda argument: "elastic-scaling/lab")
     saved = ElasticScaling()
@@ -171,6 +195,8 @@ def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
     monkeypatch.chdir("/")
     assert isinstance(found, LocalStorage)
     assert arguments.load_given("storage", found).path == str(tmp_path / "runs")
+    training = elastic_train.ask(loop, storage=Path("runs"))  # as no name of a block, unlike the text
+    assert arguments.load_given("storage", training.blocks["storage"]).path == "/runs"
     bucket = arguments.given_blocks(storage="s3://bucket/prefix")["storage"]
     assert isinstance(bucket, S3Storage)
     assert bucket.bucket_path == "bucket/prefix"
