@@ -21,7 +21,7 @@ _MAX_LINE = 8000
 _WINDOW_SECONDS = 10.0
 #: Lines a second of rank 0, which is to be read in full.
 _IN_FULL = 1000.0
-#: Between two lines about checkpoints, unless something happens.
+#: Between two lines about checkpoints, unless something happens, and two states of a progress bar.
 _COMMITS_SECONDS = 30.0
 #: Between two lines about what a training waits in.
 _STANDING_SECONDS = 60.0
@@ -62,9 +62,11 @@ class RunLog(ev.EventHandler):
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger, self._has_failed = logger, False
         self._limits = OutputLimits(lines_per_second)
+        self._bar_told_at = 0.0
         #: By node and process id, and by ":" and the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
+        self.raised = ""  # what the loop raised in the attempt's last failure, with tracebacks, by rank
         #: Where a restart begins, as far as is known, and since when there is nobody to train; 0: somebody does.
         self._checkpoint, self._stopped_at, self._last_at = "", 0.0, 0.0
         #: The commits that no line has told of, and when the newest was that a line has told of.
@@ -78,12 +80,23 @@ class RunLog(ev.EventHandler):
             return
         detail = ray_output.is_detail(text)
         who, rest = self._source(source, text)
+        *overwritten, rest = rest.rstrip("\r").split("\r")
+        name, _, message = rest.partition(": ")
+        level = logging.getLevelName(name)
+        if isinstance(level, int):  # as silence_ray_train() has the loop's log records printed
+            rest = message
+        else:
+            level = INFO
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not rest.strip():
             return
+        if overwritten:  # a state of a progress bar
+            if time.monotonic() < self._bar_told_at + _COMMITS_SECONDS:
+                return
+            self._bar_told_at = time.monotonic()
         self.note(self._limits.notice())
         if self._limits.lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
-            self.note(cut(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else INFO)
+            self.note(cut(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else level)
 
     def note(self, text: str, level: int = INFO) -> None:
         """Write a text if there is one. That this cannot be done is said once, and harms nothing."""
@@ -103,6 +116,7 @@ class RunLog(ev.EventHandler):
         """Write an event that a person wants to know of; one that was told before counts for what comes only."""
         if isinstance(event, ev.AttemptStarted):
             self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
+            self.raised = ""
             self._stopped_at = (self._last_at or event.driver_started_at) if event.attempt > 1 else 0.0
         elif isinstance(event, ev.CheckpointCommitted):
             self._checkpoint = event.checkpoint
@@ -175,13 +189,13 @@ class RunLog(ev.EventHandler):
             then = f"the worker group is restarted from {where}{again}"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(ray_output.causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
-        errors = "".join(
+        self.raised = "".join(
             f"\n[{ray_output.ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
             for rank, error in ray_output.own_errors(event.errors).items()
             if "\n" in error.strip()
         )
         details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.errors else ""
-        self.note(f"{what}: {why}; {then}{details}{errors}", WARNING)
+        self.note(f"{what}: {why}; {then}{details}{self.raised}", WARNING)
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
         seconds = max(0.0, event.at - event.since) if event.since else 0.0

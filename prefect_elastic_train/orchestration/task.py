@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Generic
@@ -23,6 +23,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort
 from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
 from typing_extensions import ParamSpec
 
 from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
@@ -55,6 +56,11 @@ class _ElasticTrain(Generic[_Arguments]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)
+        with suppress(RuntimeError):  # there is no event loop, or no flow run
+            asyncio.get_running_loop()
+            get_run_logger().warning(
+                "elastic_train() blocks the event loop until the training ends: use `await aelastic_train(...)` instead"
+            )
         with _ended_with_its_call(training):
             result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
         return result

@@ -28,7 +28,13 @@ from prefect.variables import Variable
 
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
+from prefect_elastic_train.core.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    ElasticTrainError,
+    Outcome,
+    TrainingTimeoutError,
+)
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.driver.interruptions import interruptions
@@ -261,7 +267,8 @@ class Training:
             at = self._publisher.report.last_event_at or ended.at
             self._publisher.take(ended.model_copy(update={"at": at}))
         if ended.outcome is not Outcome.COMPLETED or ended.result is None:
-            raise error_of(spec.request.run_name, ended)
+            by_loop = ended.outcome is Outcome.USER_ERROR and self._log.raised
+            raise error_of(spec.request.run_name, ended) from (ElasticTrainError(by_loop) if by_loop else None)
         return ended
 
     def _driver_spec(self) -> DriverSpec:

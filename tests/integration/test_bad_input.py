@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prefect_elastic_train import (
     ConfigurationError,
     FailureBudget,
     LocalStorage,
+    Outcome,
     RayCluster,
     elastic_train,
 )
@@ -78,6 +80,28 @@ def test_what_can_be_seen_without_starting_anything_is_refused_before(
     for part in parts:
         assert part in str(error)
     assert not (tmp_path / "runs").exists()
+
+
+def _raising(config: Any) -> None:
+    raise ValueError(f"no such data: {config.source}")
+
+
+@dataclass
+class _Hyper:
+    source: str
+
+
+def test_what_a_loop_raises_is_the_cause_of_the_error_with_its_traceback(
+    tmp_path: Path, client: SyncPrefectClient
+) -> None:
+    error, runs = _fail(
+        client, _raising, storage=tmp_path / "a = 1, b", train_loop_config=_Hyper("s3"), run_name="a = 1, b"
+    )
+    assert isinstance(error, AttemptFailedError)
+    assert (error.outcome, runs) == (Outcome.USER_ERROR, 1)
+    cause = str(error.__cause__)
+    assert "in _raising" in cause
+    assert cause.endswith("ValueError: no such data: s3")
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,10 @@ def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: py
         context.logger.warning("Reporting training result 1")
         assert not caplog.records, "it would reach the root"
         assert (console in root.handlers, console in trains.handlers) == (True, False)
-        assert console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3"})) == "epoch 3"
+        assert (
+            console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3", "levelname": "ERROR"}))
+            == "ERROR: epoch 3"
+        )
     finally:
         root.handlers, trains.handlers, trains.propagate, context.logger.parent = before
 

@@ -65,6 +65,29 @@ def test_what_was_left_out_is_a_line_of_the_log_by_source(lines: Lines) -> None:
     assert (len(lines.messages), lines.messages[-1]) == (81, f"[36 lines of output left out: {named}]")
 
 
+def test_of_a_progress_bar_the_log_has_the_last_state_now_and_then(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    log = _log(lines)
+    for number in range(0, 960, 2):  # a minute, as tqdm writes and Ray's log monitor reads
+        log.line("driver", f"(RayTrainWorker pid=77) \r{number}/1200\r{number + 1}/1200")
+        clock.now += 0.125
+    log.line("driver", "(RayTrainWorker pid=77) \r        \r")  # how tqdm removes its bar
+    log.line("driver", "(RayTrainWorker pid=78) \r1/9")
+    log.line("driver", "(RayTrainWorker pid=77) loss 0.5\r")
+    log.close()
+    said = ["rank 0] 1/1200", "rank 0] 481/1200", "rank 2] 1/9", "rank 0] loss 0.5"]
+    assert lines.messages == [f"[attempt 3 {one}" for one in said]
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL])
+def test_what_a_loop_logs_keeps_its_level(lines: Lines, level: int) -> None:
+    _log(lines).line("driver", f"(RayTrainWorker pid=77) {logging.getLevelName(level)}: the data: bad")
+    assert lines.record_tuples == [("run", level, "[attempt 3 rank 0] the data: bad")]
+
+
 def test_events_are_never_left_out(lines: Lines) -> None:
     log = _log(lines, lines_per_second=0.1)
     for number in range(150):

@@ -27,7 +27,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
-from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, WorkerFailed
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.orchestration import flow_runs, task
@@ -183,6 +183,28 @@ def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_sti
     assert lost.value.retryable == retryable
 
 
+@pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
+def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    raised = 'Traceback (most recent call last):\n  File "train.py", line 3, in loop\nValueError: the data is bad'
+    broken = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4183"
+    training, runtime = _waiting(_Runtime()), _Runtime()
+    training._runtime = runtime
+    _show(training, RunReport(run_name="mnist"))
+
+    def run_attempt(spec: Any) -> AttemptEnded:
+        training._take(AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"))
+        training._take(WorkerFailed(errors={"0": broken, "1": raised}, retried=outcome is not Outcome.USER_ERROR))
+        return AttemptEnded(attempt=1, outcome=outcome, message="ValueError: the data is bad")
+
+    runtime.run_attempt = run_attempt
+    monkeypatch.setattr(task, "_with_budget", lambda template, asked: lambda asked: training.attempt())
+    with pytest.raises(AttemptFailedError) as failed:
+        elastic_train(_loop)
+    assert str(failed.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
+
+
 def _show(training: Training, report: RunReport) -> None:
     """Have a training shown in a report that is written nowhere."""
     training._publisher = Publisher(report)
@@ -208,6 +230,20 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
     with pytest.raises(TerminationSignal):
         elastic_train(_loop)
     assert report.state == "cancelled"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_call_that_holds_an_event_loop_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
+) -> None:
+    monkeypatch.setattr(task, "_with_budget", lambda template, training: lambda training: "trained")
+    monkeypatch.setattr(task, "get_run_logger", lambda: logging.getLogger("run"), raising=False)
+
+    async def train() -> Any:
+        return elastic_train(_loop)
+
+    assert (asyncio.run(train()) if is_async else elastic_train(_loop)) == "trained"
+    assert ("await aelastic_train(...)" in caplog.text) is is_async
 
 
 @pytest.mark.parametrize(
