@@ -74,15 +74,29 @@ def _reads_labels(dataset: Any) -> bool:
 def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[tuple[Indices, Any]]:
     """Yield the samples that were loaded for each batch, and the batch of them."""
     torch = sys.modules.get("torch")
+    for name in options.keys() & {"batch_size", "sampler", "batch_sampler"}:
+        raise TypeError(
+            f"{name}={options[name]!r}: the session chooses the samples of each batch. Set its global_batch, over all "
+            "workers, and micro_batch for the most samples of a worker's batch"
+        )
     parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
     if torch is not None and (options or any(isinstance(part, torch.utils.data.Dataset) for part in parts)):
         # Its workers' seed is not drawn from the loop's generator, whose state would then depend on restarts.
         seeds = np.random.SeedSequence([sampler.order.seed % 2**64, sampler.steps.start, sampler.rank])
         options = {"generator": torch.Generator().manual_seed(int(seeds.generate_state(1)[0])), **options}
         indexed = _Indexed(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-        yield from torch.utils.data.DataLoader(
+        loader = torch.utils.data.DataLoader(
             indexed, batch_sampler=sampler, collate_fn=indexed.collate, in_order=True, **options
         )
+        try:
+            yield from loader
+        except (EOFError, OSError, RuntimeError) as error:
+            if "Caught " in str(error) or not loader.num_workers:  # the dataset's own
+                raise
+            raise RuntimeError(
+                f"a data loading process was killed or has crashed (out of memory?): {type(error).__name__}: {error}. "
+                "Give the workers more memory, or fewer num_workers"
+            ) from None
     elif options:
         raise TypeError(
             f"batches({type(dataset).__name__}, {next(iter(options))}=...): "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Seconds between two questions that the ranks really answer together; and questions in a row that may go without a
@@ -24,7 +24,7 @@ class Notice:
     """What this worker process knows of a coming restart: it works for one training."""
 
     growth: int = 0  # the number of the announced one; 0 while none is
-    answered: Any = None  # with yes already
+    answered: dict[bool, Any] = field(default_factory=dict)  # with yes already, to a session (True) and to the loop
     asked_to_save: bool = False  # and has not reported since
     free_questions: int = 0  # that need no broadcast any more
     questions: int = 0  # that the last broadcast set free
@@ -42,27 +42,27 @@ def resize_requested() -> bool:
     them must ask, equally often, each step for instance: most questions cost well below a microsecond. A loop that
     never asks is restarted at its own checkpoints.
     """
-    return ask(lambda: None)[0]
+    return ask()[0]
 
 
-def ask(decide: Callable[[], Any], together: bool = False) -> tuple[bool, Any]:
+def ask(decide: Callable[[], Any] | None = None, together: bool = False) -> tuple[bool, Any]:
     """Return :func:`resize_requested` and what rank 0 decides, None without a broadcast, which ``together`` forces."""
     if known.free_questions > 0 and not together:
         known.free_questions -= 1
         return False, None
     context = train_context()
     if context is None:
-        return False, decide()
+        return False, decide and decide()
     alone = context.get_world_size() == 1
-    decided = decide() if alone or context.get_world_rank() == 0 else None
+    decided = decide() if decide and (alone or context.get_world_rank() == 0) else None
     said = coming_restart(context), _affordable_silence(), decided
     if not alone:
         import ray.train.collective
 
         said = ray.train.collective.broadcast_from_rank_zero(said)
     coming, known.free_questions, decided = said
-    if is_new := coming is not None and coming != known.answered:
-        known.answered, known.asked_to_save = coming, True
+    if is_new := coming is not None and coming != known.answered.get(bool(decide)):
+        known.answered[bool(decide)], known.asked_to_save = coming, True
     return is_new, decided
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -278,8 +278,10 @@ class Session(AbstractContextManager["Session"]):
                 self._has_score, self._scored_at = self._scores_in_a_row <= _SAVED_IN_A_ROW, self.done
                 if self._scores_in_a_row == _SAVED_IN_A_ROW + 1 and value is None and self.rank == 0:
                     logger.warning("%s is None at each step: leave it out where nothing is evaluated", name)
+            with suppress(Exception):  # anything but an array with a single number
+                value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
             if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
-                wide = value.detach().clone() if hasattr(value, "detach") else value  # the loop may overwrite its own
+                wide = value.detach() if hasattr(value, "detach") else value
                 if getattr(value, "itemsize", 8) < 4:  # half precision would not hold the sum of many
                     wide = wide.float() if hasattr(wide, "float") else wide.astype("float32")
                 total, count = self._metrics.get(name, (0.0, 0)) if name in self._means else (0.0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -203,6 +205,34 @@ def test_anything_with_a_length_and_an_index_goes_through_torchs_loader_if_optio
             X[:8].tolist(),
             X[8:].tolist(),
         ]
+
+
+class Killed(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Broken(Killed):
+    def __getitem__(self, index: int) -> int:
+        raise EOFError("the file is too short")
+
+
+def test_a_data_loading_process_that_was_killed_is_one_line_and_an_error_in_one_is_the_datasets_own() -> None:
+    with pytest.raises(RuntimeError, match=r"a data loading process was killed or has crashed.*num_workers") as killed:
+        next(_steps(Killed(), num_workers=1))
+    assert killed.value.__suppress_context__, "45 lines of torch are not shown"
+    with pytest.raises(EOFError, match="the file is too short"):
+        next(_steps(Broken(), num_workers=1))
+
+
+@pytest.mark.parametrize("option", ["batch_size", "sampler", "batch_sampler"])
+def test_options_that_choose_the_samples_of_a_batch_are_the_sessions(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"{option}=.*global_batch.*micro_batch"):
+        next(_steps(X, **{option: 4}))
 
 
 def test_a_collate_function_gets_the_samples_as_the_dataset_gives_them() -> None:

@@ -287,13 +287,18 @@ def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplo
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
     def evaluate(step: int) -> dict[str, Any]:
-        return {"rate": torch.tensor(0.1 * step), "count": step, "accuracy": step / 100, "phase": f"of {step}"}
+        return {
+            "rate": torch.tensor([0.1 * step]),
+            "count": step,
+            "accuracy": np.array([step / 100]),
+            "phase": f"of {step}",
+        }
 
     recorder = _train(evaluate, save_every=50, means=["accuracy"])
     [(first, weights)] = [one for one in recorder.reports if one[1] == 50.0]
     assert weights == first["loss"] == first["count"] == first["step"] == 50
     assert first["rate"] == pytest.approx(5.0)
-    assert first["phase"] == "of 50"
+    assert (first["phase"], type(first["rate"]), type(first["accuracy"])) == ("of 50", float, float)
     since = recorder.reports[0][0]["step"]  # the first report
     assert first["accuracy"] == pytest.approx((since + 1 + 50) / 2 / 100)
     with pytest.raises(ValueError, match=r"such as means=\['loss'\]"):

@@ -61,6 +61,13 @@ def test_each_growth_is_told_once(worker: SimpleNamespace) -> None:
         assert sum(_answers()) == told
 
 
+def test_a_loop_that_asks_beside_its_session_does_not_take_the_notice_of_it(worker: SimpleNamespace) -> None:
+    notice.announce(1)
+    assert sum(_answers()) == 1
+    assert [notice.ask(lambda: "decided", together=True) for _ in range(2)] == [(True, "decided"), (False, "decided")]
+    assert sum(_answers()) == 0
+
+
 def test_a_drain_is_told_once_and_again_when_another_node_goes(worker: SimpleNamespace) -> None:
     for nodes, deadline, told in (({"a": [0]}, 1, 1), ({"a": [0]}, 0, 0), ({"a": [0], "b": [1]}, 0, 1)):
         info = SimpleNamespace(preempted_node_to_ranks=nodes, deadline_ms=deadline)
