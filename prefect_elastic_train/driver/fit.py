@@ -225,7 +225,7 @@ def _check_head(address: str, timeout: float) -> None:
             if time.monotonic() > deadline:
                 raise _lost(
                     f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
-                    "`ray start --head`, or correct the address of the RayCluster"
+                    "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto'"
                 ) from error
             time.sleep(0.1)
     problem = ask_head(address, timeout)

@@ -359,6 +359,8 @@ def make_trainer(
         from prefect_elastic_train.elastic.jax_backend import run_jax_config
 
         base, arguments["jax_config"] = JaxTrainer, run_jax_config(payload.jax_config, arguments["scaling_config"])
+    else:
+        arguments["backend_config"] = payload.torch_config
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, spec.checkpoints.score_attribute)
     ours: list[Any] = [callback, LoopCallback(context)]
     if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):

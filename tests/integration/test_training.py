@@ -25,6 +25,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.orchestration.flow_runs import has_begun
+from tests.support.own_backend import OwnConfig
 from tests.support.processes import attempts, commits, read_ledger, steps_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -54,6 +55,14 @@ def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(
     assert [made.metrics["step"] for made in result.best_checkpoints] == [2, 3]
     assert result.left_out == {"best_checkpoints": 1}
     assert len(result.model_dump_json()) < MAX_EVENT_BYTES
+
+
+def test_a_backend_of_ones_own_prepares_the_workers(where: dict[str, Any]) -> None:
+    @flow
+    def with_backend() -> TrainingResult:
+        return elastic_train("tests.support.own_backend:loop", torch_config=OwnConfig("by the backend"), **where)
+
+    assert with_backend().metrics["variable"] == "by the backend"
 
 
 def test_ray_data_shards_reach_the_workers(where: dict[str, Any], ledger: str) -> None:

@@ -31,7 +31,7 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
-from prefect_elastic_train.driver.fit import check_loop, fit_local_cluster, prepare
+from prefect_elastic_train.driver.fit import check_loop, connect, fit_local_cluster, prepare
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.elastic.policy import requester_id
 from prefect_elastic_train.runs import layout
@@ -39,7 +39,7 @@ from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage import retries
 from prefect_elastic_train.storage.store import LocalRunStore
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, wait_for
 from tests.unit.support import spec
 
 
@@ -76,6 +76,15 @@ class _Callable:
 )
 def test_a_loop_of_nothing_or_of_the_config_is_accepted(loop: Any) -> None:
     check_loop(loop)
+
+
+def test_a_cluster_that_does_not_answer_at_the_address_of_the_environment_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    cluster = ClusterSettings(address="auto", connect_timeout_seconds=0.1)
+    with pytest.raises(AttemptFailedError, match="correct the address of the RayCluster, or RAY_ADDRESS if"):
+        connect(_spec(cluster=cluster))
 
 
 @pytest.fixture

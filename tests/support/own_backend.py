@@ -1,0 +1,38 @@
+"""A backend of one's own: it does something on each worker before the loop begins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train.backend import Backend, BackendConfig
+
+VARIABLE = "TESTS_OWN_BACKEND"
+
+
+@dataclass
+class OwnConfig(BackendConfig):
+    """What Ray Train takes as ``backend_config``."""
+
+    value: str = "set"
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The backend that this configures."""
+        return OwnBackend
+
+
+class OwnBackend(Backend):
+    """Sets a variable in each worker."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Set it before the loop begins."""
+        worker_group.execute(os.environ.__setitem__, VARIABLE, backend_config.value)
+
+
+def loop() -> None:
+    """Report what the backend has set."""
+    import ray.train
+
+    ray.train.report({"variable": os.environ.get(VARIABLE, "")})
