@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -35,6 +36,7 @@ def rehearse(
 
     Exit code 0 if the loop recovers as it should, 1 if it does not, 2 if it was refused before anything started.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves nothing but a certificate
     with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
         from prefect_elastic_train.orchestration.arguments import absolute, check_named_loop, named_loop
         from prefect_elastic_train.rehearsal.rehearsing import rehearse as run

@@ -39,7 +39,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
-_LATER = 3.0  # times so long there are further trainings, for faults that are left
+_LATER = 3.0  # times so long there are further trainings, for faults that are left; then all is cut off
 #: Device files: one for each NVIDIA GPU; and those of GPUs that are not counted here (other makes, parts of a GPU).
 _GPUS = "/dev/nvidia[0-9]*"
 _UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
@@ -74,12 +74,14 @@ def rehearse(
         scaling: The ``ElasticScaling`` block, or the name of one, for what a worker gets and how few may go on.
         workers: How many train undisturbed.
         faults: Which are played: some of "worker", "driver", "freeze", "storage", "node", "drain" and "growth".
-        minutes: For all of it where starts are quick; a slow machine takes up to three times that. A fault has two
-            minutes to be recovered from, and more where the loop reports rarely.
+        minutes: For all of it where starts are quick. After three times that, what is left is cut off and the
+            certificate is not passed. A fault has two minutes to be recovered from, and more where the loop reports
+            rarely.
         seed: Of the schedule.
         tolerance: How far the state may be from the undisturbed one's soon after the number of workers has changed,
             relative to its norm. Dropout, whose random numbers are others on other ranks, needs 0.1, bfloat16 0.01.
-        save_to: Folder for the certificate as JSON and as a page; None: it is not written.
+        save_to: Folder for the certificate as JSON and as a page, also of a rehearsal that fails or is interrupted.
+            None: it is not written.
         tell: Called with each line of progress.
         on_line: Called with each line of output of the drivers and workers: source and text.
 
@@ -104,14 +106,19 @@ def rehearse(
         versions={name: version(name) for name in ("prefect-elastic-train", "ray", "prefect")},
     )
     payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
-    with (
-        tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
-        closing(Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))) as stage,
-    ):
-        _Rehearsal(certificate, stage, 60 * minutes, tolerance, tell or (lambda line: None)).run(faults)
-    certificate.seconds = round(time.time() - certificate.at, 1)
-    if save_to is not None:
-        certificate.save(Path(save_to))
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
+            closing(Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))) as stage,
+        ):
+            _Rehearsal(certificate, stage, 60 * minutes, tolerance, tell or (lambda line: None)).run(faults)
+    except BaseException as error:
+        certificate.add(judging.fail(about="not all rehearsed", message=f"{type(error).__name__} {error}".strip()))
+        raise
+    finally:
+        certificate.seconds = round(time.time() - certificate.at, 1)
+        if save_to is not None:
+            certificate.save(Path(save_to))
     if FlowRunContext.get() is not None:
         told = f"rehearsal of {certificate.loop}"
         create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=told)
@@ -130,11 +137,13 @@ class _Rehearsal:
 
     def run(self, kinds: Sequence[str]) -> None:
         """Train undisturbed, and if that has gone well, under faults."""
+        self.stage.ends_at = self.certificate.at + _LATER * self.seconds
         self.tell("starting a cluster")
         self.stage.open()
         self.tell("training undisturbed")
         play, stall = partial(undisturbed, seconds=self._share), max(_FIRST_STALL_SECONDS, self._share)
         course, why = self.stage.train("undisturbed", 0, stall, play)
+        self.tell(f"undisturbed: {len(course.reports)} reports, {len(course.commits)} checkpoints")
         if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
         self.certificate.add(*judging.of_undisturbed(course))
@@ -178,7 +187,7 @@ class _Rehearsal:
                     if check.wrong or not check.exact:
                         certificate.add(judging.fail(about="samples", message=check.words))
             shutil.rmtree(folder / name, ignore_errors=True)
-            if why or not faults or not player.played or time.time() > certificate.at + _LATER * self.seconds:
+            if why or not faults or not player.played or time.time() > self.stage.ends_at:
                 break
         if faults:
             told = f"not played: {', '.join(fault.kind for fault in faults)}"

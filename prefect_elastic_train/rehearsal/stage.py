@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -52,6 +53,7 @@ class Stage:
         #: Whether the training goes on while a node is missing.
         self.can_shrink = scaling.min_workers < scaling.max_workers
         self.nodes: Nodes
+        self.ends_at = math.inf  # seconds since the epoch, when a training is cut off
 
     def open(self) -> None:
         """Start the cluster."""
@@ -128,5 +130,5 @@ class Stage:
         return course, why
 
     def _look(self) -> None:
-        if next(self._looks, Enough) is Enough:
+        if next(self._looks, Enough) is Enough or time.time() > self.ends_at:
             raise Enough

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 from prefect_elastic_train.rehearsal.certificate import Certificate
 from prefect_elastic_train.rehearsal.rehearsing import rehearse
 from prefect_elastic_train.rehearsal.schedule import KINDS
+from tests.support.processes import carrying, wait_for
 from tests.support.rehearsal_loops import FLAWS
 
 
@@ -46,6 +52,35 @@ def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, fla
     certificate = _rehearse(tmp_path, flaw, minutes=1.5, faults=faults)
     assert [one.about for one in certificate.findings] == [FLAWS[flaw]], certificate.markdown()
     assert not certificate.passed
+
+
+def test_a_rehearsal_that_is_told_to_end_leaves_a_certificate_that_is_not_passed_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    log, scratch, mark = tmp_path / "log", tmp_path / "scratch", secrets.token_hex(8)
+    scratch.mkdir()
+    command = [
+        str(Path(sys.executable).parent / "elastic-train"),
+        "rehearse",
+        "tests.support.rehearsal_loops:train",
+        "--minutes",
+        "4",
+        "--out",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "TMPDIR": str(scratch), "TESTS_REHEARSAL": mark}
+    with log.open("w") as lines:
+        process = subprocess.Popen(command, stderr=lines, stdout=lines, env=environment)
+    try:
+        wait_for(lambda: "training undisturbed" in log.read_text(), 120, "the first training")
+        process.terminate()
+        process.wait(60)
+    finally:
+        process.kill()
+    [certificate] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert (certificate["passed"], certificate["findings"][0]["about"]) == (False, "not all rehearsed")
+    assert [*scratch.glob("rehearsal-*")] == []
+    wait_for(lambda: not carrying(f"TESTS_REHEARSAL={mark}"), 20, "the end of its processes")
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,14 @@ from prefect_elastic_train import ElasticScaling
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.rehearsal import judging, players, rehearsing
 from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber
 from prefect_elastic_train.rehearsal.rehearsing import rehearse
 from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind
+from prefect_elastic_train.rehearsal.stage import Enough, Stage
 from tests.support.schedules import poisson
 
 # ------------------------------------------------------------------------------------------ schedules
@@ -446,6 +449,32 @@ def test_gpus_that_this_process_may_not_see_are_not_counted(
     monkeypatch.setattr(rehearsing, "_UNCOUNTED", ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert rehearsing._gpus_here() == count
+
+
+def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = list[Path]()
+
+    def interrupt(stage: Stage) -> None:
+        folders.append(stage.folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stage, "open", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse("json:loads", save_to=tmp_path)
+    saved = json.loads((tmp_path / "rehearsal-loads-0.json").read_text())
+    assert (saved["passed"], [one["about"] for one in saved["findings"]]) == (False, ["not all rehearsed"])
+    assert not folders[0].exists()
+
+
+def test_a_training_is_cut_off_when_the_time_of_the_rehearsal_is_over(tmp_path: Path) -> None:
+    with closing(Stage(Payload("json:loads"), "none", ElasticScaling(), tmp_path, lambda *_: None)) as stage:
+        stage._looks = (None for _ in iter(int, 1))  # without an end
+        stage._look()
+        stage.ends_at = time.time()
+        with pytest.raises(Enough):
+            stage._look()
 
 
 def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:
