@@ -268,6 +268,8 @@ def _files_below(folder: str) -> Iterator[str]:
         raise error  # what is in a folder that cannot be listed would be missing
 
     for parent, _, files in os.walk(folder, followlinks=True, onerror=fail):
+        if os.path.realpath(parent) in map(os.path.realpath, Path(parent).parents):
+            raise ValueError(f"{parent} is a link to a folder that it is in; remove it from the checkpoint")
         for path in (os.path.join(parent, name) for name in files):
             if not os.path.isfile(path):
                 what = f"a link to {os.readlink(path)!r}, where there is no file" if os.path.islink(path) else "no file"

@@ -121,6 +121,12 @@ def test_what_is_no_checkpoint_on_this_machines_disk_is_refused_by_its_path(run:
     (source / "rank-0/latest").symlink_to("step-7.pt")
     with pytest.raises(ValueError, match=r"rank-0/latest is a link to 'step-7.pt', where .* or remove"):
         _report(run, source)
+    (source / "rank-0/latest").unlink()
+    (source / "rank-1").mkdir()
+    for name, target in {"rank-0/other": "../rank-1", "rank-1/other": "../rank-0"}.items():
+        (source / name).symlink_to(target)
+    with pytest.raises(ValueError, match=r"other/other is a link to a folder that it is in"):
+        _report(run, source)
     with pytest.raises(FileNotFoundError, match=f"the checkpoint to report is not there: {source}/none"):
         _report(run, source / "none", "another")
     assert "another" not in run.folders()
