@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, dropwhile, groupby
 
 from prefect_elastic_train.core.bounds import cut
 
@@ -73,6 +73,8 @@ _REASONS = [
     re.compile(r"(The actor (?:died|is dead) because .+)"),
 ]
 _FRAME = re.compile(r'\s+File "')
+#: The lines of an exception group's traceback that are messages, of the group and of what it holds.
+_OF_GROUP = re.compile(r"^ +\| (?!.*Traceback \(|The above |During )(\S.*)", re.M)
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")  # process ids, addresses and the like differ where the error is the same
 _MAX_CAUSES = 3
 _MAX_CAUSE = 240
@@ -211,10 +213,11 @@ def _cause(text: str) -> tuple[str, bool]:
     is_death = not is_raised and (is_silent or bool(_DEATH.search(text)))
     if is_raised:
         after = max((place for place, line in enumerate(lines) if _FRAME.match(line)), default=0) + 1
-        found = next((line for line in lines[after:] if not line[0].isspace()), lines[-1])
+        message = " ".join(dropwhile(lambda line: line[0].isspace(), lines[after:]))
+        found = message or "; ".join(_OF_GROUP.findall(text)) or lines[-1]
     elif _LOST_CONNECTION in text and is_death:
         found = "its process was killed or has crashed"
     elif is_death:
         reasons = (match[1] for pattern in _REASONS if (match := pattern.search(text)))
         found = next(chain(reasons, filter(_DEATH.search, lines)), lines[0])
-    return found.strip()[:_MAX_CAUSE], is_death
+    return " ".join(found.split())[:_MAX_CAUSE], is_death

@@ -77,7 +77,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive
+    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive, in_full
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     text = str(cause)
@@ -96,7 +96,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
             return _of_storage(found, storage)
         if found is not None:
             return Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')"
-        texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
+        texts, also = distinct({rank: in_full(failure) for rank, failure in error.worker_failures.items()})
         why = "; ".join(causes(texts, also))
         outcome, reason = cause_of(error.worker_failures)
         assert outcome is not None  # the controller has waited

@@ -103,11 +103,15 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
 
 
 class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
-    """Ray's worker, which adds the position of the loop's session to each poll. Named as Ray's, for titles and logs."""
+    """Ray's worker, which adds the position of the loop's session to each poll, and sends what the loop raised as text.
+
+    Named as Ray's, for titles and logs.
+    """
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_watch.position()
+        status.error = loop_watch.portable(status.error)
         return status
 
 

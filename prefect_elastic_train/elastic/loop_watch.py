@@ -10,6 +10,7 @@ Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not a
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import ray
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from prefect_elastic_train.core.bounds import plain_metrics
+from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut, plain_metrics
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
 from prefect_elastic_train.core.ray_output import is_consequence
@@ -40,6 +41,9 @@ SILENT_SECONDS = 5.0
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # what a loop counts its way with, most significant first
+#: Files that are not the user's code; and functions in which Ray Train and torch wait for the other ranks.
+_INSTALLED = re.compile(r'/lib/python\d|/prefect_elastic_train/|"<frozen ')
+_WAITING = re.compile(r", in \w*(?:across_ranks|barrier|broadcast|all_gather|all_reduce|reduce_scatter)")
 
 
 class CapacityTimeoutError(Exception):
@@ -52,6 +56,12 @@ class IgnoredCheckpointError(Exception):
 
 class HungLoopError(Exception):
     """A rank reported nothing for longer than ``stall_timeout_seconds``; carries the stacks of its threads."""
+
+
+class LoopFailedError(Exception):
+    """An exception of the train loop as text: its traceback."""
+
+    _traceback_str = property(Exception.__str__)  # as Ray's exception with a traceback has it
 
 
 def decisive(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
@@ -95,6 +105,18 @@ def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds
 def in_full(failure: Exception) -> str:
     """Return the traceback of a failure, or what there is of it."""
     return getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"
+
+
+def portable(failure: Any) -> Any:
+    """Return what the loop of this worker raised, None for nothing, in a form that any process can unpickle.
+
+    An exception may hold a lock, take other arguments than it was made from, or be of a class that only workers can
+    import. It is sent as text, unless its type decides how training goes on.
+    """
+    cause = getattr(failure, "_base_exc", failure)
+    if is_death(cause) or isinstance(cause, StorageFaultError | None):
+        return failure
+    return LoopFailedError(cut(in_full(failure), MAX_LOG_BYTES))
 
 
 def is_death(failure: Exception) -> bool:
@@ -164,16 +186,23 @@ def has_session() -> bool:
 
 
 def stacks() -> str:
-    """Return how far this worker's session is, if it has one, and the stacks of all threads but this one."""
+    """Return where this worker's loop is, how far its session is, if it has one, and the stacks of all other threads.
+
+    The first line is a predicate, such as ``is at File "train.py", line 31, in step loss.backward()``.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = (
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
     session = _session()
-    where = f"session.step() was called up to step {session.done} of {session.end}" if session is not None else ""
-    return "\n".join(filter(None, [where, *threads]))
+    said = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
+    for ident, frame in sys._current_frames().items():
+        entries = traceback.format_stack(frame)
+        text = f"thread {names.get(ident, ident)}:\n{''.join(entries)}"
+        if ", in _run_target\n" in text:  # Ray Train's thread of the loop
+            own = [entry for entry in entries if not _INSTALLED.search(entry)] or entries
+            verb = "waits for other ranks" if _WAITING.search(text) else "is"
+            said.insert(0, f"{verb} at {' '.join(own[-1].split())}")
+        if ident != threading.get_ident():
+            said.append(text)
+    return "\n".join(said)
 
 
 def _session() -> Any:
@@ -278,8 +307,8 @@ class LoopWatch:
 
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)
-        why = f"no report for {self._hangs_after:g} s; the rank was here:\n"
-        failures = {rank: HungLoopError(why + said.get(rank, "(no answer)")) for rank in range(len(self._workers))}
+        why = f"no report for {self._hangs_after:g} s; the rank "
+        failures = {rank: HungLoopError(why + said.get(rank, "does not answer")) for rank in range(len(self._workers))}
         message = "\n".join(f"[Rank {rank} Error Snippet]:\n{error}" for rank, error in failures.items())
         return WorkerGroupError(message, failures)
 

@@ -55,6 +55,19 @@ def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Sta
     assert flow.marked() == []
 
 
+def test_loop_whose_exception_cannot_be_pickled_fails_for_good_in_its_own_words(
+    start: Start, ledger: str, head: RayHead
+) -> None:
+    failures = {"max_failures": 0, "driver_restarts": 3}
+    loop = "tests.support.loops:locked_failing_loop"
+    flow = start(loop=loop, cluster=head.block, config={"ledger": ledger}, failures=failures)
+    outcome = flow.wait(120)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "user_error")
+    assert "LockedRowError: row 17 of labels is locked" in outcome["error"]
+    assert 'raise LockedRowError("labels", 17)' in flow.log
+    assert (len(attempts(flow.run)), len(read_ledger(ledger))) == (1, 1)
+
+
 def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_in_the_log(
     start: Start, ledger: str, head: RayHead
 ) -> None:
@@ -63,7 +76,7 @@ def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_i
     result = flow.completed(120)
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
     assert is_right(result["checkpoint_uri"], steps=10)
-    assert "in sleep_once" in flow.log
+    assert "in sleep_once time.sleep(seconds)" in flow.log, "the line of the loop is what its error begins with"
 
 
 def _warnings(run_uri: str | Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,20 @@ def remotely_failing_loop(config: dict[str, Any]) -> None:
         raise ValueError("a row without a number")
 
     ray.get(parse.remote())
+
+
+class LockedRowError(Exception):
+    """An exception that can neither be pickled nor made again from its message."""
+
+    def __init__(self, table: str, row: int) -> None:
+        super().__init__(f"row {row} of {table} is locked")
+        self.lock = threading.Lock()
+
+
+def locked_failing_loop(config: dict[str, Any]) -> None:
+    """Raise what no other process can be sent."""
+    write_ledger(config["ledger"], rank=0, step=1)
+    raise LockedRowError("labels", 17)
 
 
 def scored_loop(config: dict[str, Any]) -> None:

@@ -24,6 +24,22 @@ TRACEBACK = """Traceback (most recent call last):
 ValueError: bad batch 17
 """
 
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/work/train.py", line 31, in loop
+  |     raise ExceptionGroup("two readers", caught)
+  | ExceptionGroup: two readers (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/work/train.py", line 9, in read
+    |     raise ValueError("bad batch 17")
+    | ValueError: bad batch 17
+    +---------------- 2 ----------------
+    | ExceptionGroup: inner (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | KeyError: 'labels'
+      +------------------------------------
+"""
+
 DEATH = """ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
 The actor is dead because its worker process has died.
@@ -66,6 +82,9 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     [
         (TRACEBACK, "ValueError: bad batch 17"),
         (f"{TRACEBACK}\nDuring handling:\n\n{CONNECTION}", "RuntimeError: [/gloo/pair.cc:534]"),
+        (TRACEBACK.replace("17", "17\n  of two\n"), "ValueError: bad batch 17 of two"),
+        (GROUP, "ExceptionGroup: two readers (2 sub-exceptions); ValueError: bad batch 17; ExceptionGroup: in"),
+        (f"{GROUP}\nDuring handling:\n\n{TRACEBACK}", "ValueError: bad batch 17"),
         (" \n\n", "no reason given"),
         ("a\nb\n", "a"),
     ],
@@ -98,7 +117,7 @@ def test_deaths_and_what_the_loop_raised_are_told_rather_than_what_the_survivors
     raised = TRACEBACK.replace("ValueError: bad batch 17", "RuntimeError: prefetch worker died: out of shm\nand more")
     errors = {"0": raised, "1": NO_ANSWER, "2": CONNECTION, "3": CONNECTION.replace("gloo", "NCCL")}
     assert ray_output.own_errors(errors) == {"0": raised}, "whatever it says"
-    assert ray_output.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm"
+    assert ray_output.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm and more"
     assert len(ray_output.causes(errors, {})) == 2
     assert ray_output.own_errors({"0": CONNECTION, "1": DEATH}) == {}
     assert ray_output.causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from ray.exceptions import ActorDiedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.core import ray_output
@@ -17,6 +20,7 @@ from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.elastic import controller, loop_watch
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
+from tests.support.processes import wait_for
 
 NEVER, OPENED = False, True
 CHECKPOINT: Any = object()
@@ -34,7 +38,7 @@ class Watched:
         )
         self.events: list[Event] = []
         self.watch = LoopWatch(fails, self.events.append, hangs_after_seconds)
-        self.watch.begin(["in loop.py"], "", {})
+        self.watch.begin(["is at loop.py"], "", {})
 
     def resume(self, opened: bool | None, before: dict[str, Any], *reports: dict[str, Any]) -> Any:
         """Have a loop that has or has not opened it report from a checkpoint on; return what it fails of."""
@@ -141,8 +145,36 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
     hung.now += 1.0
     failure = hung.watch.look(RUNNING)
     assert failure is not None
-    assert "no report for 60 s; the rank was here:\nin loop.py" in str(failure.worker_failures[0])
+    assert str(failure.worker_failures[0]) == "no report for 60 s; the rank is at loop.py"
     assert hung.watch.look([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"
+
+
+def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for_the_others() -> None:
+    """A loop that waits in a collective, and one that does something else, in threads as Ray Train has them."""
+    go_on = threading.Event()
+
+    def barrier() -> None:
+        go_on.wait(20)
+
+    def load() -> None:
+        go_on.wait(20)
+
+    told = {}
+    for wait in (barrier, load):
+        runner = ThreadRunner()
+        runner.run(lambda wait=wait: wait())
+        wait_for(lambda: f", in {wait.__name__}\n" in loop_watch.stacks(), 20, "the loop")
+        told[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_watch.stacks()}"
+        go_on.set()
+        wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
+        go_on.clear()
+    waits, is_at = ray_output.causes({"0": told["barrier"], "1": told["load"]}, {})
+    here = re.escape(__file__)
+    assert re.fullmatch(
+        rf'rank 0: HungLoopError: .*; the rank waits for other ranks at File "{here}", line \d+, in barrier go_on.*',
+        waits,
+    )
+    assert re.fullmatch(rf'rank 1: .*; the rank is at File "{here}", line \d+, in load go_on\.wait\(20\)', is_at)
 
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:

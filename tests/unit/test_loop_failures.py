@@ -1,0 +1,199 @@
+"""What a train loop raises comes to the driver with its own words, whatever the exception is made of."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from botocore.exceptions import ClientError
+from pydantic import BaseModel
+from ray import cloudpickle
+from ray.exceptions import ActorDiedError
+from ray.train.v2._internal.execution import context
+from ray.train.v2._internal.execution.preemption import PreemptionContext
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus
+from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+from ray.train.v2._internal.util import construct_train_func
+
+from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.driver.endings import end_by_error
+from prefect_elastic_train.elastic import loop_watch
+from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
+from tests.support.processes import wait_for
+
+STORAGE = LocalStorageSettings(path="/runs")
+
+
+class _RowError(Exception):
+    """An exception that cannot be made again from what it was made from."""
+
+    def __init__(self, table: str, row: int) -> None:
+        super().__init__(f"{table} has no row {row}")
+
+
+class _LockedError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class _Options(BaseModel):
+    """A model with a field that is not text."""
+
+    width: int
+
+
+def _request() -> None:
+    httpx.Response(404, request=httpx.Request("GET", "http://data/rows")).raise_for_status()
+
+
+def _ask_bucket() -> None:
+    raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no such key for you"}}, "GetObject")
+
+
+def _validate() -> None:
+    _Options.model_validate({"width": "wide"})
+
+
+def _read_row() -> None:
+    raise _RowError("labels", 17)
+
+
+def _read_with_cause() -> None:
+    try:
+        _read_row()
+    except _RowError as error:
+        raise ValueError("no labels") from error
+
+
+def _lock() -> None:
+    raise _LockedError("the queue is closed")
+
+
+def _raise_group() -> None:
+    caught = []
+    for fail in (_read_row, _lock):
+        try:
+            fail()
+        except Exception as error:
+            caught.append(error)
+    raise vars(builtins)["ExceptionGroup"]("two readers", caught)
+
+
+def _exit() -> None:
+    sys.exit("bad data")
+
+
+def _raise_own_class() -> None:
+    raise sys.modules["workers_only"].DataError("torn shard")
+
+
+def _say_much() -> None:
+    raise ValueError("x" * 10_000_000 + " the end")
+
+
+@pytest.fixture
+def module_of_workers() -> Iterator[str]:
+    """The name of a module that only the workers can import, for as long as the test has it in place."""
+    module = ModuleType("workers_only")
+    exec("class DataError(Exception): pass", module.__dict__)
+    sys.modules["workers_only"] = module
+    yield "workers_only"
+    sys.modules.pop("workers_only", None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
+    """Run a loop in a worker of Ray Train's, and return what its controller is sent of the end."""
+
+    def run_loop(loop: Any) -> bytes:
+        runner = ThreadRunner()
+        its = SimpleNamespace(
+            execution_context=SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner),
+            preemption_context=PreemptionContext(),
+            checkpoint_upload_threadpool=ThreadPoolExecutor(),
+            get_world_rank=lambda: 0,
+        )
+        monkeypatch.setattr(context, "_train_context", its)
+        worker = RayTrainWorker()
+        train = construct_train_func(loop, {}, nullcontext)
+        worker.run_train_fn(SimpleNamespace(get=lambda: train))
+        wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
+        return bytes(cloudpickle.dumps(worker.poll_status()))
+
+    return run_loop
+
+
+def _of_controller(sent: bytes) -> bytes:
+    """Return what the driver is sent of a training that ends by that."""
+    return bytes(cloudpickle.dumps(WorkerGroupPollStatus({0: pickle.loads(sent)}).get_worker_group_error()))
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (_request, "httpx.HTTPStatusError: Client error '404 Not Found' for url 'http://data/rows'"),
+        (
+            _ask_bucket,
+            "ClientError: An error occurred (AccessDenied) when calling the GetObject operation: no such key",
+        ),
+        (_validate, "ValidationError: 1 validation error for _Options width Input should be a valid integer"),
+        (_read_row, "_RowError: labels has no row 17"),
+        (_read_with_cause, "rank 0: ValueError: no labels"),
+        (_lock, "_LockedError: the queue is closed"),
+        pytest.param(
+            _raise_group,
+            "rank 0: ExceptionGroup: two readers (2 sub-exceptions); tests.unit.test_loop_failures._RowError",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has groups from 3.11 on"),
+        ),
+        (_exit, "SystemExit: bad data"),
+        (_say_much, "ValueError: xxx"),
+    ],
+)
+def test_what_a_loop_raises_is_a_user_error_in_its_own_words_with_its_traceback(
+    run: Callable[[Any], bytes], loop: Any, words: str
+) -> None:
+    sent = run(loop)
+    error = pickle.loads(_of_controller(sent))
+    ended = end_by_error(error, STORAGE)
+    assert ended.outcome is Outcome.USER_ERROR
+    assert words in ended.message
+    told = loop_watch.in_full(pickle.loads(sent).error)
+    assert "Traceback (most recent call last)" in told
+    assert f", in {loop.__name__}\n" in told
+    assert len(told) < 200_000
+
+
+def test_an_exception_whose_class_only_workers_have_is_told_too(
+    run: Callable[[Any], bytes], module_of_workers: str
+) -> None:
+    sent = run(_raise_own_class)
+    del sys.modules[module_of_workers]
+    assert (
+        "rank 0: workers_only.DataError: torn shard"
+        in end_by_error(pickle.loads(_of_controller(sent)), STORAGE).message
+    )
+
+
+def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run: Callable[[Any], bytes]) -> None:
+    def save() -> None:
+        raise StorageFaultError("no room", kind="no space", permanent=True)
+
+    def call() -> None:
+        raise ActorDiedError
+
+    ends = [end_by_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
+    assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
