@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -26,7 +25,6 @@ MAX_LOG_BYTES = 128 * 1024
 _FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
 #: In place of a metric that is no number, or that takes more than a fourth of what there is room for.
 _MAX_METRIC_TEXT = 200
-_MAX_BITS = 1024  # of an integer that a float can hold
 
 Item = TypeVar("Item")
 
@@ -55,22 +53,6 @@ def as_json(model: BaseModel, indent: int | None = None) -> str:
         # A file name or a traceback may hold bytes that are no text.
         text = json.dumps(model.model_dump(), ensure_ascii=False, default=str, indent=indent)
         return text.encode(errors="replace").decode()
-
-
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain JSON values: numbers as numbers, anything else as short text."""
-    return {str(name): _plain_value(value) for name, value in metrics.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    with suppress(TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers refuse
-        value = value.item() if hasattr(value, "item") else value
-    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_BITS):
-        return value
-    try:
-        return cut(str(value), _MAX_METRIC_TEXT)
-    except Exception:  # noqa: BLE001 - of the user's class, or a number with thousands of digits
-        return f"<{type(value).__name__}>"
 
 
 def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:

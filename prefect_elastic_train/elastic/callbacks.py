@@ -24,7 +24,7 @@ from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
+from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
@@ -261,7 +261,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
         checkpoint = training_report.checkpoint
         world_size = len(self._workers)
-        rank_zero = bounded_metrics(plain_metrics(metrics[0]), self._score_attribute) if metrics else {}
+        rank_zero = bounded_metrics(metrics[0], self._score_attribute) if metrics else {}
         if not checkpoint:
             self._reports_since_checkpoint += 1
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
+from pydantic_core import to_jsonable_python
 from ray.air._internal.filelock import TempFileLock
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution import context as rays_context
@@ -210,6 +211,17 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
                 raise FileNotFoundError(f"the checkpoint to report is not there: {folder}")
             self.storage_filesystem.handler.upload_folder(folder, path)
         return RunCheckpoint(path, self.storage_filesystem)
+
+
+def as_json_values(metrics: Any) -> Any:
+    """Return metrics as JSON values, as which they are kept: arrays as numbers or lists, other objects as text."""
+    return to_jsonable_python(
+        metrics,
+        bytes_mode="base64",
+        fallback=lambda value: (
+            value.item() if getattr(value, "size", 0) == 1 else getattr(value, "tolist", lambda: str(value))()
+        ),
+    )
 
 
 def name_folders(context: rays_context.TrainContext, attempt: int, group: int) -> None:

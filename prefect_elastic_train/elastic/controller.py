@@ -37,7 +37,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
 from prefect_elastic_train.elastic import callbacks, loop_watch, standby
-from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
+from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, as_json_values, run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback, RayTrainWorker
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy, requester_id
@@ -352,6 +352,9 @@ def make_trainer(
     if framework == "torch":
         from ray.train.torch import TorchTrainer
 
+    if payload.validation_config is not None:
+        validate = payload.validation_config.fn
+        payload.validation_config.fn = lambda *given, **more: as_json_values(validate(*given, **more))
         base, arguments["torch_config"] = TorchTrainer, payload.torch_config
     elif framework == "jax":
         from ray.train.v2.jax import JaxTrainer

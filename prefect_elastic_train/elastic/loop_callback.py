@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker 
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
 from prefect_elastic_train.elastic import callbacks, loop_watch
-from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
+from prefect_elastic_train.elastic.checkpoints import RunStorageContext, as_json_values, name_folders, readable
 from prefect_elastic_train.elastic.standby_process import wait_for_devices
 from prefect_elastic_train.loop import notice
 from prefect_elastic_train.loop.context import RunContext, enter_run
@@ -36,9 +36,10 @@ _LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """Takes the run's context to each worker, and stands around its reports.
 
-    Checkpoints are written and read by the run filesystem, into folders that are never used again. After the
-    report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
-    that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
+    Metrics are reported as JSON values, as which they are kept with a checkpoint. Checkpoints are written and read by
+    the run filesystem, into folders that are never used again. After the report that a restart waits for, the worker
+    stands still: what it did from then on would be done twice. And a loop that reports faster than its checkpoints are
+    uploaded waits: Ray would let them pile up on the disk.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -66,6 +67,8 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         name_folders(context, self._context.attempt, self._group)
         silence_ray_train()
         loop_watch.note_checkpoints(context)
+        report = context.report
+        context.report = lambda metrics, *more, **options: report(as_json_values(metrics), *more, **options)
         context.checkpoint = readable(context.checkpoint)
         context.storage_context = RunStorageContext(context.storage_context)
 

@@ -24,7 +24,7 @@ import ray
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut, plain_metrics
+from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
 from prefect_elastic_train.core.ray_output import is_consequence
@@ -349,8 +349,11 @@ class LoopWatch:
 
 
 def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:
-    plain = plain_metrics({name: metrics[name] for name in _COUNTERS if name in metrics})
-    return {name: value for name, value in plain.items() if type(value) in (int, float) and math.isfinite(value)}
+    return {
+        name: metrics[name]
+        for name in _COUNTERS
+        if type(metrics.get(name)) in (int, float) and abs(metrics[name]) < math.inf
+    }
 
 
 def _in_words(counters: Mapping[str, float]) -> str:

@@ -25,6 +25,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.orchestration.flow_runs import has_begun
+from tests.support.loops import numpy_loop, validate_with_numpy
 from tests.support.own_backend import OwnConfig
 from tests.support.processes import attempts, commits, read_ledger, steps_of, wait_for
 
@@ -63,6 +64,20 @@ def test_a_backend_of_ones_own_prepares_the_workers(where: dict[str, Any]) -> No
         return elastic_train("tests.support.own_backend:loop", torch_config=OwnConfig("by the backend"), **where)
 
     assert with_backend().metrics["variable"] == "by the backend"
+
+
+def test_numbers_of_numpy_are_metrics_of_reports_and_validations_and_what_a_loop_returns_ends_no_training(
+    where: dict[str, Any],
+) -> None:
+    from ray.train import ValidationConfig
+
+    @flow
+    def trains() -> TrainingResult:
+        validation = ValidationConfig(validate_with_numpy, ray_remote_kwargs={"num_cpus": 0})
+        budget = FailureBudget(max_failures=0, driver_restarts=0)
+        return elastic_train(numpy_loop, validation_config=validation, failures=budget, **where)
+
+    assert trains().metrics == {"loss": 0.5, "step": 1, "accuracy": 0.75, "right": 3}
 
 
 def test_ray_data_shards_reach_the_workers(where: dict[str, Any], ledger: str) -> None:

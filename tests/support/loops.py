@@ -247,6 +247,24 @@ def locked_failing_loop(config: dict[str, Any]) -> None:
     raise LockedRowError("labels", 17)
 
 
+def numpy_loop(config: dict[str, Any]) -> Any:
+    """Report what numpy's functions return, with a checkpoint to be validated, and return what cannot be sent."""
+    import numpy as np
+    import ray.train
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"loss": np.float32(0.5), "step": np.int64(1)}, checkpoint=checkpoint, validation=True)
+    return threading.Lock()
+
+
+def validate_with_numpy(checkpoint: Any) -> dict[str, Any]:
+    """Return what numpy's functions return."""
+    import numpy as np
+
+    return {"accuracy": np.float64(0.75), "right": np.int64(3)}
+
+
 def scored_loop(config: dict[str, Any]) -> None:
     """Report a checkpoint with its step for each of ``scores``, as ``loss`` unless the score is None."""
     import ray.train

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from pyarrow import fs
 from ray.exceptions import ActorDiedError
@@ -25,7 +24,6 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
@@ -309,14 +307,6 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
         callback.before_controller_execute_resize_decision(ResizeDecision(2, {"CPU": 1}))
     with pytest.raises(FencedOffError):
         callback.before_controller_execute_failure_decision(FailureDecision.RETRY)
-
-
-def test_metrics_are_plain_numbers_or_short_text() -> None:
-    same = {"int": 1, "float": 0.5, "text": "x", "none": None, "bool": True}
-    plain = plain_metrics(same | {"numpy": np.float32(0.25), "one": np.array([3]), "many": np.arange(3)})
-    assert plain == same | {"numpy": 0.25, "one": 3, "many": "[0 1 2]"}
-    assert type(plain["numpy"]) is float
-    assert len(plain_metrics({"object": [1] * 1000})["object"]) <= 200
 
 
 def test_a_controller_shows_signs_of_life_that_say_what_it_does(

@@ -7,14 +7,25 @@ import io
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from ray.train.v2._internal.execution import context
+from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import CommitRecord, decode
+from prefect_elastic_train.elastic import loop_callback
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
+from prefect_elastic_train.loop import context as run_context
+from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory, all_commits
@@ -46,6 +57,62 @@ def test_each_report_to_ray_becomes_a_commit_and_a_mirror_from_which_the_next_at
     assert second.manager.latest_checkpoint_result.checkpoint.path == f"{store.path}/epochs/2"
     second.report("c")
     assert RunDirectory(store).resume_point.base == (2, 1)
+
+
+def test_metrics_of_any_type_are_reported_as_json_values_and_kept_with_their_checkpoint(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[dict[str, Any]] = []
+    worker = SimpleNamespace(
+        report=lambda metrics, *more: reported.append(metrics),
+        get_all_reported_checkpoints=None,
+        checkpoint=None,
+        storage_context=SimpleNamespace(),
+        _sync_checkpoint_dir_name_across_ranks=None,
+    )
+    monkeypatch.setattr(context, "_train_context", worker)
+    monkeypatch.setattr(run_context, "current", None)  # put back afterwards
+    monkeypatch.setattr(loop_callback, "silence_ray_train", lambda: None)  # in this process others log
+    LoopCallback(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
+    metrics: dict[Any, Any] = {
+        "loss": np.float32(0.5),
+        "step": np.int64(3),
+        "best": np.bool_(True),
+        "one": np.array([7]),
+        "many": np.arange(3),
+        "tensor": torch.tensor(1.5),
+        "by class": {np.int64(2): np.float64(0.25)},
+        "file": Path("/data/rows"),
+        "day": date(2026, 1, 31),
+        "bytes": b"\xff",
+        "object": object,
+        True: 1,
+        (1, 2): None,
+    }
+    DistributedTrainFnUtils().report(metrics)
+    [plain] = reported
+    assert plain == {
+        "loss": 0.5,
+        "step": 3,
+        "best": True,
+        "one": 7,
+        "many": [0, 1, 2],
+        "tensor": 1.5,
+        "by class": {"2": 0.25},
+        "file": "/data/rows",
+        "day": "2026-01-31",
+        "bytes": "_w==",
+        "object": "<class 'object'>",
+        "true": 1,
+        "1,2": None,
+    }
+    assert (type(plain["loss"]), type(plain["best"])) == (float, bool)
+    ray = Ray(store, begin(store).attempt).start()
+    ray.report("checkpoint", **plain)
+    commit = RunDirectory(store).newest_commit
+    assert commit is not None
+    assert commit.snapshot["latest_checkpoint_result"]["metrics"] == plain
+    assert Ray(store, begin(store).attempt).start().latest == "checkpoint"
 
 
 def test_ray_keeps_so_many_checkpoints_and_their_commits_stay_whole(store: LocalRunStore) -> None:
