@@ -84,6 +84,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         checkpoint: What a restart now would begin from, empty for nothing.
         budget: Which of the failures count.
         left: How many more may follow the last one, None for any number.
+        loops: What the loops of the worker groups do.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._attempt = attempt
         self._grace_seconds = failures.preemption_grace_seconds
         self._score_attribute = score_attribute
-        self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
+        self.loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         self._sender: EventSender | None = None  # made in the controller: a lock cannot be pickled on its way there
         self.budget = Forgiveness(failures.forgive_after_seconds)
         self.left: int | None = None
@@ -125,7 +126,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def tell(self, event: ev.Event) -> None:
         """Send an event to the driver."""
         if self._sender is not None:
-            self._sender.put(event.model_copy(update={"step": self._loops.step}))
+            self._sender.put(event.model_copy(update={"step": self.loops.step}))
 
     def passed(self, part: str) -> None:
         """Note that a part of the next worker group's start is over; an empty one begins anew."""
@@ -137,7 +138,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
-        commits.trained_seconds = lambda: self.budget.kept if self._loops.ignored else self.budget.seconds()
+        commits.trained_seconds = lambda: self.budget.kept if self.loops.ignored else self.budget.seconds()
         mark_told()
         self.passed("")
         self._sender = EventSender(self._receiving)
@@ -216,7 +217,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
-        self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
+        self.loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in self._workers
@@ -229,7 +230,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
-        failure = self._loops.look(statuses)
+        failure = self.loops.look(statuses)
         if failure is not None:
             self._failures = dict(failure.worker_failures)
             raise failure
@@ -269,7 +270,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
         self.checkpoint = name
         self._has_committed = True
-        if not self._loops.ignored:  # else it has done anew what was done
+        if not self.loops.ignored:  # else it has done anew what was done
             self.budget.commit()
         size = self._reports_since_checkpoint = 0
         with suppress(Exception):  # the commit is told all the same

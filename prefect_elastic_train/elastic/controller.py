@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -316,6 +316,19 @@ class _ElasticTrainerMixin:
             data_parallel_trainer.get_env_vars_to_propagate = _NoVariables
         return super()._initialize_and_run_controller(**controller_arguments | self._policies)  # type: ignore[misc]
 
+    def _get_train_func(self) -> Callable[[], None]:
+        """Return the loop without its value, which nobody reads, and Ray Train may be unable to send."""
+        loop = super()._get_train_func()  # type: ignore[misc]
+
+        def train() -> None:
+            value = loop()
+            if isinstance(value, Coroutine | Generator):
+                raise TypeError(
+                    f"the train loop returned a {type(value).__name__}, of which nothing has run; run it there"
+                )
+
+        return train
+
     def _create_default_callbacks(self) -> list[Any]:
         # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
         # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
@@ -339,6 +352,9 @@ def make_trainer(
     """Return the trainer of the framework that a run is for, with our parts in its controller."""
     framework = spec.request.framework
     scaling = spec.scaling
+    if payload.validation_config is not None:
+        validate = payload.validation_config.fn
+        payload.validation_config.fn = lambda *given, **more: as_json_values(validate(*given, **more))
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,
@@ -352,9 +368,6 @@ def make_trainer(
     if framework == "torch":
         from ray.train.torch import TorchTrainer
 
-    if payload.validation_config is not None:
-        validate = payload.validation_config.fn
-        payload.validation_config.fn = lambda *given, **more: as_json_values(validate(*given, **more))
         base, arguments["torch_config"] = TorchTrainer, payload.torch_config
     elif framework == "jax":
         from ray.train.v2.jax import JaxTrainer

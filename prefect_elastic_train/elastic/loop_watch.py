@@ -164,12 +164,14 @@ def take_news() -> tuple[Waits, float, str]:
 class Position(NamedTuple):
     """The progress of a worker's session: the age of its first step in seconds, and optimizer steps before it and now.
 
-    The age is taken by the worker's own clock, which may differ from the controller's.
+    The age is taken by the worker's own clock, which may differ from the controller's. ``most_workers`` is for how many
+    workers each step of the session has samples.
     """
 
     age: float
     began_from: int
     done: int
+    most_workers: int
 
 
 def position() -> Position | None:
@@ -177,7 +179,7 @@ def position() -> Position | None:
     session = _session()
     if session is None or not session.began_at:
         return None
-    return Position(time.time() - session.began_at, session.began_from, session.done)
+    return Position(time.time() - session.began_at, session.began_from, session.done, session.most_workers)
 
 
 def has_session() -> bool:
@@ -254,6 +256,7 @@ class LoopWatch:
     Attributes:
         ignored: Whether the last loop of which that is known has ignored its checkpoint.
         step: Optimizer steps that the session of the current worker group has done, at the last poll; 0 without one.
+        most_workers: For how many workers the session has samples, as far as that is known.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
@@ -261,6 +264,7 @@ class LoopWatch:
         self._tell = tell
         self._hangs_after = hangs_after_seconds
         self._has_saved = self.ignored = False
+        self.most_workers = sys.maxsize
         self.begin([], "", {})
 
     def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
@@ -284,6 +288,7 @@ class LoopWatch:
         if positions and len(positions) == len(statuses) and not self._has_begun:
             self._has_begun = True
             self.step = positions[0].began_from
+            self.most_workers = positions[0].most_workers
             age = min(found.age for found in positions)
             self._tell(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(found.done for found in positions)])

@@ -255,9 +255,18 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[sizing.Node], list[sizing.Node], int, int]:
         """Look at the cluster: its nodes, and those to be relied on, and how many workers fit on each of the two."""
+        callback = callbacks.current()
+        most = callback.loops.most_workers
+        if most < self._demand.max_workers:
+            logger.warning(
+                "%d worker(s) will train at most, since each needs a sample of every step and the session's "
+                "global_batch has no more. Lower max_workers to that, or begin a run with a larger global_batch",
+                most,
+            )
+            self._demand = replace(self._demand, max_workers=most)
         reserved = self._get_reserved_resources().values() if self._requester_id else None
         nodes = cluster_nodes()
-        callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
+        callback.counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]
         possible = sizing.possible_workers(nodes, self._demand, held, reserved)

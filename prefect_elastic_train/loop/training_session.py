@@ -82,6 +82,7 @@ class Session(AbstractContextManager["Session"]):
     Attributes:
         done, end: Optimizer steps that are done, by all worker groups of the run, and that are when the loop ends.
         rank, world_size: This worker's rank, and how many there are.
+        most_workers: For how many workers each step has samples; with more, a session is refused.
         weight: The weight of this rank's mean over the current batch. Means that are multiplied by it, summed over the
             batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
         samples: The indices of the current batch's samples.
@@ -139,6 +140,7 @@ class Session(AbstractContextManager["Session"]):
         #: Index of this rank's share and number of shares; whether this rank records the samples of its share.
         self._share = self.rank if mesh is None else data_ranks.index(mesh.get_rank()), len(data_ranks)
         self._counts = 0 in data_ranks
+        self.most_workers = int(global_batch) * self.world_size // len(data_ranks)
         if global_batch < len(data_ranks):
             raise ValueError(
                 f"global_batch={global_batch} is below the {len(data_ranks)} workers, each of which needs a sample"

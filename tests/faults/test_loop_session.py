@@ -183,3 +183,34 @@ def test_a_drain_commits_the_parts_of_all_ranks_or_nothing_also_if_the_drained_r
     check = check_samples(run)
     assert check is not None
     assert (run.resume_point.repairs, check.wrong, check.exact) == ([], [], True)
+
+
+def test_a_training_does_not_grow_beyond_the_samples_of_its_global_batch(
+    start: Start, cluster: ElasticCluster, tmp_path: Path
+) -> None:
+    cluster.add_gpu()
+    ledger = tmp_path / "ledger.jsonl"
+    flow: FlowProcess = start(
+        loop="tests.support.session_loops:array_loop",
+        config={
+            "steps": 400,
+            "save_every": 20,
+            "global_batch": 1,
+            "sleep": 0.05,
+            "weights": str(tmp_path / "weights.npz"),
+            "ledger": str(ledger),
+        },
+        scaling={
+            "accelerator": "gpu",
+            "max_workers": 2,
+            "resize_check_interval_seconds": 1,
+            "stability_delay_seconds": 0,
+        },
+        failures={"max_failures": 0, "driver_restarts": 0},
+        cluster=cluster.block,
+    )
+    flow.wait_for(lambda: len(steps_of(ledger)) > 40, 150, "steps")
+    cluster.add_gpu()
+    result = flow.completed(180)
+    assert (result["attempts"], result["resizes"], result["metrics"]["step"]) == (1, 0, 400)
+    assert flow.log.count("1 worker(s) will train at most") == 1

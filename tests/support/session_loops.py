@@ -148,16 +148,17 @@ def jax_loop(config: dict[str, Any]) -> None:
 def array_loop(config: dict[str, Any]) -> None:
     """Add up the samples of each step, the same on all ranks; a plain function without Ray, too.
 
-    Config: ``steps``, ``save_every``, ``weights`` and ``ledger`` as those of :func:`torch_loop`; ``sleep`` (seconds of
-    a step); ``upload_seconds`` (how much longer the other ranks than the first take to store a checkpoint once their
-    node is drained); ``dies`` (whether they die in the middle of that instead).
+    Config: ``steps``, ``save_every``, ``weights`` and ``ledger`` as those of :func:`torch_loop`; ``global_batch``
+    (default: 8); ``sleep`` (seconds of a step); ``upload_seconds`` (how much longer the other ranks than the first take
+    to store a checkpoint once their node is drained); ``dies`` (whether they die in the middle of that instead).
     """
     where = _where() if "ledger" in config else {"rank": 0}
     if where["rank"]:
         _upload_slowly(config["upload_seconds"], config["dies"])
-    (values, _), order = data(64), loop.SampleOrder(64, 8, 1)
-    state = loop.ArrayState(weights=np.zeros(INPUTS))
-    with loop.session(state, steps=config["steps"], global_batch=8, seed=1, save_every=config["save_every"]) as session:
+    size = config.get("global_batch", 8)
+    (values, _), order = data(64), loop.SampleOrder(64, size, 1)
+    state, every = loop.ArrayState(weights=np.zeros(INPUTS)), config["save_every"]
+    with loop.session(state, steps=config["steps"], global_batch=size, seed=1, save_every=every) as session:
         for _ in session.batches(values):
             # Of all ranks' samples, so that nothing need be sent to the others.
             state.weights = state.weights * 0.99 + values[order.indices(session.done)].sum(0)

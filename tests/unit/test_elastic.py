@@ -174,7 +174,7 @@ def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with
     (started,) = controller.heard()
     assert (started.world_size, started.checkpoint, started.ranks) == (1, "ckpt-1", {"10.0.0.1:7": 0})
     assert controller.callback.checkpoint == "ckpt-1"
-    assert controller.callback._loops._before == ({} if is_seeded else {"step": 8})
+    assert controller.callback.loops._before == ({} if is_seeded else {"step": 8})
 
 
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:

@@ -9,30 +9,36 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from botocore.exceptions import ClientError
 from pydantic import BaseModel
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError
+from ray.train.backend import BackendConfig
 from ray.train.v2._internal.execution import context
 from ray.train.v2._internal.execution.preemption import PreemptionContext
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
-from ray.train.v2._internal.util import construct_train_func
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.endings import end_by_error
 from prefect_elastic_train.elastic import loop_watch
+from prefect_elastic_train.elastic.controller import _ElasticTrainerMixin
 from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
 from tests.support.processes import wait_for
 
 STORAGE = LocalStorageSettings(path="/runs")
+
+
+class _Trainer(_ElasticTrainerMixin, DataParallelTrainer):
+    """The trainer that a driver makes."""
 
 
 class _RowError(Exception):
@@ -101,6 +107,10 @@ def _raise_own_class() -> None:
     raise sys.modules["workers_only"].DataError("torn shard")
 
 
+async def _train_later() -> None:
+    """Train, once somebody awaits it."""
+
+
 def _say_much() -> None:
     raise ValueError("x" * 10_000_000 + " the end")
 
@@ -129,8 +139,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
         )
         monkeypatch.setattr(context, "_train_context", its)
         worker = RayTrainWorker()
-        train = construct_train_func(loop, {}, nullcontext)
-        worker.run_train_fn(SimpleNamespace(get=lambda: train))
+        trainer = _Trainer.__new__(_Trainer)
+        trainer.train_loop_per_worker, trainer.train_loop_config, trainer.backend_config = loop, {}, BackendConfig()
+        worker.run_train_fn(SimpleNamespace(get=trainer._get_train_func))
         wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
         return bytes(cloudpickle.dumps(worker.poll_status()))
 
@@ -197,3 +208,17 @@ def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run
 
     ends = [end_by_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
     assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), {"weights": torch.ones(2)}, torch.nn.Linear(1, 1)], ids=str)
+def test_what_a_loop_returns_ends_no_training(run: Callable[[Any], bytes], value: Any) -> None:
+    status = pickle.loads(run(lambda: value))
+    assert (status.running, status.error, status.return_value) == (False, None, None)
+
+
+def test_a_loop_that_only_returns_what_would_train_is_no_completed_training(run: Callable[[Any], bytes]) -> None:
+    training = _train_later()
+    ended = end_by_error(pickle.loads(_of_controller(run(lambda: training))), STORAGE)
+    training.close()
+    assert ended.outcome is Outcome.USER_ERROR
+    assert "TypeError: the train loop returned a coroutine, of which nothing has run" in ended.message

@@ -345,6 +345,17 @@ def test_what_cannot_work_is_refused_at_once(
         raise AssertionError("it began")
 
 
+@pytest.mark.parametrize(("data_ranks", "most"), [([0, 1, 2, 3], 6), ([0, 2], 12)])
+def test_a_session_knows_for_how_many_workers_its_steps_have_samples(
+    monkeypatch: pytest.MonkeyPatch, data_ranks: list[int], most: int
+) -> None:
+    world = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 4, get_experiment_name=lambda: "run")
+    monkeypatch.setattr(training_session, "train_context", lambda: world)
+    monkeypatch.setattr(training_session, "import_module", lambda name: SimpleNamespace(get_checkpoint=lambda: None))
+    mesh = SimpleNamespace(mesh=torch.tensor(data_ranks), get_rank=lambda: 0)
+    assert loop.Session(NoState(), steps=1, global_batch=6, mesh=mesh).most_workers == most
+
+
 def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
     with (
         pytest.raises(loop.LoopError, match="rank 0 asks for the batch of step 1, and has done 0 steps"),

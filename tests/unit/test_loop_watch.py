@@ -328,12 +328,13 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
 
     look()
     look(None, None)
-    look(loop_watch.Position(0.3, 300, 302), None)
+    look(loop_watch.Position(0.3, 300, 302, 64), None)
     assert watched.events == []
-    look(loop_watch.Position(0.6, 300, 305), loop_watch.Position(0.25, 300, 302))
-    look(loop_watch.Position(0.9, 300, 309), loop_watch.Position(0.5, 300, 306))
+    look(loop_watch.Position(0.6, 300, 305, 64), loop_watch.Position(0.25, 300, 302, 64))
+    look(loop_watch.Position(0.9, 300, 309, 64), loop_watch.Position(0.5, 300, 306, 64))
     (first,) = watched.events
     assert isinstance(first, FirstStep)
     assert (first.at, first.world_size, watched.watch.step) == (5000.0 - 0.25, 2, 309)
     watched.watch.begin(["in loop.py"], "", {})
     assert watched.watch.step == 0, "the next group's session has begun no step"
+    assert watched.watch.most_workers == 64, "and has the same samples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 import time
@@ -31,7 +32,7 @@ from prefect_elastic_train.elastic import budget, callbacks, controller, policy
 from prefect_elastic_train.elastic.budget import Forgiveness
 from prefect_elastic_train.elastic.cluster import scaling_config
 from prefect_elastic_train.elastic.controller import RunWorkerGroup, TrainController
-from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive
+from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, LoopWatch, decisive
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Node
 from prefect_elastic_train.loop.notice import announce
@@ -79,6 +80,7 @@ class Callback(SimpleNamespace):
         waiting: list[WaitingForCapacity] = []
         super().__init__(start_failure=None, checkpoint="a", has_committed=False, waiting=waiting, tell=waiting.append)
         self.is_draining, self.budget, self.left = False, Forgiveness(0), None
+        self.loops = LoopWatch(False, lambda event: None)
 
     def take_commit(self) -> bool:
         committed, self.has_committed = self.has_committed, False
@@ -300,6 +302,22 @@ def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit
     later(90.0)
     decision = policy.grow(4, group)
     assert (decision.reason, decision.waited_seconds) == ("patience", 90)
+
+
+def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_which_is_said_once(
+    callback: Callback, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = _policy(1, 8)
+    assert wide.start(1) == 1
+    with caplog.at_level(logging.WARNING):
+        callback.loops.most_workers = 2
+        assert wide.grow(8, _group(1), committed=True).num_workers == 2
+        assert wide.grow(8, _group(2), committed=True) is None
+        assert wide.start(8) == 2, "after a failure"
+    [said] = caplog.messages
+    assert said.startswith("2 worker(s) will train at most, since each needs a sample of every step")
+    assert _policy(1, 2).start(8) == 2
+    assert caplog.messages == [said], "with no more than that there is nothing to say"
 
 
 def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> None:

@@ -100,6 +100,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_get_reserved_resources": scaling_policy.ElasticScalingPolicy,
     "_get_worker_runtime_env": WorkerGroup,
     "_head_pgs": tpu.SlicePlacementGroup,
+    "_get_train_func": DataParallelTrainer,
     "_health_check_interval_s": TrainController,
     "_initialize_and_run_controller": DataParallelTrainer,
     "_load_state": CheckpointManager,
