@@ -56,16 +56,23 @@ def prepare(spec: DriverSpec) -> Payload:
             "flow's own script"
         ) from error
     from ray.runtime_env import RuntimeEnv
+    from ray.train import DataConfig, ValidationConfig
     from ray.train.backend import BackendConfig
 
     from prefect_elastic_train.elastic.cluster import resources_per_worker
 
+    kinds = {
+        "torch_config": BackendConfig,
+        "jax_config": BackendConfig,
+        "dataset_config": DataConfig,
+        "validation_config": ValidationConfig,
+    }
     try:
         resources_per_worker(spec.scaling)
         RuntimeEnv(**request.worker_runtime_env)
-        for config in (payload.torch_config, payload.jax_config):
-            if not isinstance(config, BackendConfig | None):
-                raise TypeError(f"torch_config and jax_config are Ray's TorchConfig and JaxConfig, got {config!r}")
+        for name, kind in kinds.items():
+            if not isinstance(getattr(payload, name), kind | None):
+                raise TypeError(f"{name} must be Ray's {kind.__name__}, got {getattr(payload, name)!r:.100}")
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"Ray does not accept the configuration: {error}") from error
     return payload
@@ -97,7 +104,12 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
 
 
 def check_loop(loop: Any) -> None:
-    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position."""
+    """Refuse a loop that a call does not run, or that requires more than the config by position, as Ray passes it."""
+    if inspect.iscoroutinefunction(loop) or inspect.isgeneratorfunction(loop) or inspect.isasyncgenfunction(loop):
+        raise ConfigurationError(
+            f"train loop {getattr(loop, '__name__', loop)!r} is async or a generator, of which a call runs nothing; "
+            "make it a plain function, such as one that calls asyncio.run(...)"
+        )
     try:
         parameters = inspect.signature(loop).parameters.values()
     except (TypeError, ValueError):

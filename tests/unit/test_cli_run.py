@@ -141,6 +141,12 @@ def test_what_comes_later_counts_and_dots_nest(tmp_path: Path) -> None:
     }
 
 
+def test_a_config_that_prefect_would_not_keep_is_refused_with_its_size() -> None:
+    assert loop_config([], [f"rows={'x' * 400_000}"])
+    with pytest.raises(ConfigurationError, match=r"the config has 600,011 bytes, and Prefect keeps at most 512 KiB"):
+        loop_config([], [f"rows={'x' * 600_000}"])
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

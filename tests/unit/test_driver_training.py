@@ -118,7 +118,12 @@ def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_
         (Payload("broken_loops:loop"), ["cannot be imported", "RuntimeError: no licence"]),
         (Payload(lambda config, other: None), ["requires 2 arguments (config, other)"]),
         (Payload(lambda *, config: None), ["(config)"]),
-        (Payload(lambda: None, torch_config=3), ["Ray's TorchConfig", "got 3"]),
+        (Payload(lambda: None, torch_config=3), ["torch_config must be Ray's BackendConfig, got 3"]),
+        (Payload(lambda: None, dataset_config="all"), ["dataset_config must be Ray's DataConfig, got 'all'"]),
+        (
+            Payload(lambda: None, validation_config=len),
+            ["validation_config must be Ray's ValidationConfig, got <built"],
+        ),
     ],
 )
 def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,15 @@ def two(config: dict[str, Any], other: int) -> None:
     """Not a train loop."""
 
 
+async def later(config: dict[str, Any]) -> None:
+    """Not a train loop, either."""
+
+
+def piece_by_piece(config: dict[str, Any]) -> Iterator[int]:
+    """Nor is this one."""
+    yield 1
+
+
 #: As ``materialize()`` makes them.
 BLOCKS = Dataset(
     LogicalPlan(InputData(input_data=[]), DataContext()), DataContext(), DatasetStats(metadata={}, parent=None)
@@ -52,6 +63,8 @@ BLOCKS = Dataset(
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": 7}, ["must be a function or an import path, got int"]),
     ({"train_loop": two}, ["'two' requires 2 arguments (config, other)"]),
+    ({"train_loop": later}, ["'later' is async or a generator, of which a call runs nothing", "asyncio.run(...)"]),
+    ({"train_loop": functools.partial(piece_by_piece)}, ["is async or a generator"]),
     ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
     ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
     ({"timeout_seconds": 0}, ["timeout_seconds=0 must be above 0"]),
