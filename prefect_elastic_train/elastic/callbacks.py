@@ -45,6 +45,11 @@ _TOLD_ERRORS = 10
 #: How long the ranks may take to say at a commit what they have waited for; the controller stands still meanwhile.
 _ANSWER_SECONDS = 1.0
 
+#: Seconds of a worker group's start after which it is logged, again each time; and after which it counts as hung. Ray
+#: gives up a runtime environment after 600 s, but starts a process that does not boot again and again, without a bound.
+_SLOW_START_SECONDS = 60.0
+_START_SECONDS = 900.0
+
 #: The callback of this controller process. Policy and callbacks are pickled one by one, so they meet here.
 _current: RunCallback | None = None
 
@@ -79,6 +84,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     Attributes:
         errors: Exceptions that this callback has passed over.
         group_failures: How often a worker group has failed, or lost a node.
+        failures: Errors of the ranks in the last poll or start, for the decision that follows.
         start_failure: Why the last worker group did not start, until the scaling policy has taken that in.
         counted_on: Nodes that the size of the next worker group was decided from.
         checkpoint: What a restart now would begin from, empty for nothing.
@@ -102,7 +108,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._state = "INITIALIZING"
         self._state_since = time.time()
         self._workers: list[Any] = []  # of the group that trains
-        self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
+        self.failures: dict[int, Exception] = {}
         self._has_committed = False
         self._reports_since_checkpoint = 0
         self._parts = dict[str, float]()
@@ -174,8 +180,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
         """Report a failure of the worker group, of which another attempt that has taken over may be the cause."""
         self._stop_if_fenced_off()
-        failures = self._failures
-        self._failures = {}
+        failures = self.failures
+        self.failures = {}
         if not failures and not self.is_draining:
             return
         self.group_failures += 1
@@ -230,16 +236,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
-        failure = self.loops.look(statuses)
-        if failure is not None:
-            self._failures = dict(failure.worker_failures)
+        if failure := self.loops.look(statuses):
             raise failure
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
         # The statuses' own errors have tracebacks; those that Ray hands out have lost them.
-        self._failures = {
+        self.failures = {
             rank: status.error
             for rank, status in worker_group_status.worker_statuses.items()
             if status.error is not None
@@ -332,4 +336,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 self._tell_waits("controller", [take_waits()])
                 doing = self._state
                 seconds = time.time() - self._state_since
+                if doing == "SCHEDULING" and seconds > _SLOW_START_SECONDS:
+                    doing = "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) tell the reason"
+                    if seconds % _SLOW_START_SECONDS < ev.ALIVE_SECONDS:
+                        logger.warning("No worker trains after %.0f s of %s", seconds, doing)
+                    if seconds > _START_SECONDS:
+                        continue  # without heartbeats the driver is replaced, as for a controller that hangs
             self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.train import WorkerGroupError
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -89,7 +90,11 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
     def _start(self) -> None:
-        """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
+        """Start the workers; a start that fails leaves nothing behind.
+
+        A lost node is a failed start, since fewer workers may fit now. A worker that dies on a living node is a failure
+        of the worker group, since the next one may die in the same way.
+        """
         try:
             super()._start()
         except Exception as error:
@@ -100,9 +105,15 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 except Exception:
                     logger.warning("A worker group that did not start was not ended cleanly", exc_info=True)
                 self._clear_state()
-            if isinstance(error, RayActorError | ActorUnschedulableError):
-                raise WorkerGroupStartupFailedError("A worker or its node went while its group started.") from error
-            raise
+            cause = error.__cause__ or error  # Ray raises an error of its own from that of a worker
+            if not isinstance(cause, RayActorError | ActorUnschedulableError):
+                raise
+            if _gone(callbacks.current().counted_on):
+                raise WorkerGroupStartupFailedError("A node was lost while its workers started.") from error
+            raise WorkerGroupError(
+                "A worker died while its group started.",  # of which no rank has started
+                dict.fromkeys(range(self._worker_group_context.num_workers), cause),
+            ) from error
 
     def _create_workers(
         self,
@@ -133,16 +144,11 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> handles.PlacementGroupHandle:
         standby.wait_for_booting()
         callbacks.current().passed("booting workers")
-        try:
-            demand = demand_of(scaling_config)
-            if demand.shape is None:
-                handle = super()._create_placement_group(scaling_config, worker_group_context)
-            else:
-                handle = _create_on_slices(demand, worker_group_context)
-        except (WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError):
-            raise
-        except Exception as error:
-            raise WorkerGroupStartupFailedError(f"No placement group for the workers: {error}") from error
+        demand = demand_of(scaling_config)
+        if demand.shape is None:
+            handle = super()._create_placement_group(scaling_config, worker_group_context)
+        else:
+            handle = _create_on_slices(demand, worker_group_context)
         handle.wait = _while_nodes_live(handle)
         return handle
 
@@ -199,14 +205,13 @@ def _failures(statuses: list[Any]) -> dict[int, Exception]:
 def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float], bool]:
     """Return how to wait for a placement group: only while all nodes are there that its size was decided from."""
     wait = handle.wait
-    counted_on = callbacks.current().counted_on
 
     def wait_or_give_up(timeout_seconds: float = 30) -> bool:
         deadline = time.monotonic() + timeout_seconds
         while not wait(_LOOK_SECONDS):
             if time.monotonic() > deadline:
                 return False
-            if gone := _gone(counted_on):
+            if gone := _gone(callbacks.current().counted_on):
                 handle.shutdown()
                 raise WorkerGroupStartupFailedError(f"{len(gone)} node(s) went while workers were to be placed")
         return True

@@ -196,7 +196,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._why_not = f"room for {asked_for} worker(s), which looked free and was not"
         else:
             self._start.failed(now)
-            self._why_not = f"a start that succeeds (the last one: {str(failure).partition(chr(10))[0]})"
+            self._why_not = f"a start that succeeds (the last one: {failure})"
 
     def _tell_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
         """Say now and then what a start waits for, and end the training if it has done so for too long."""
@@ -293,6 +293,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         if isinstance(training_failed_error, ControllerError):
             callback.start_failure = training_failed_error.controller_failure
         if isinstance(training_failed_error, WorkerGroupError):
+            callback.failures = callback.failures or training_failed_error.worker_failures
             if why_never_again(training_failed_error.worker_failures.values()):
                 return FailureDecision.RAISE
             if callback.is_draining:

@@ -7,6 +7,9 @@ write their title over their environment, and are known by that title and the fo
 ``python -m prefect_elastic_train.supervisor.guard <private folder> <process id of the flow>``: the supervisor starts it
 before anything else and holds the other end of a pipe to its standard input. When the pipe closes without a word, or
 the flow process is no longer its parent, that is gone: the guard ends the driver, all that is marked, and the folder.
+
+Until then it marks all files of the folder as used each hour, since cleaners of /tmp remove what nobody has used for
+some days.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +30,7 @@ from prefect_elastic_train.core.request import DRIVER_MODULE, MARK_VARIABLE
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
 _POLL_SECONDS = 0.25
+_TEND_SECONDS = 3600.0
 _DRIVER_GRACE_SECONDS = 8.0
 _KILL_SECONDS = 10.0
 
@@ -39,6 +44,10 @@ def main(folder: str, parent: int) -> None:
             if os.read(0, len(DISMISSED)) == DISMISSED:
                 return
             break
+        if time.monotonic() % _TEND_SECONDS < _POLL_SECONDS:
+            with suppress(OSError):  # a file has vanished meanwhile: the rest comes the next time
+                for path in Path(folder).rglob("*"):
+                    os.utime(path, follow_symlinks=False)
     drivers = []
     for process in marked_processes(folder):
         with suppress(psutil.Error):

@@ -79,6 +79,24 @@ def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_i
     assert "in sleep_once time.sleep(seconds)" in flow.log, "the line of the loop is what its error begins with"
 
 
+@pytest.mark.parametrize("loop", ["loops:leaving_loop", "loop_without_import:loop"])
+def test_a_worker_that_dies_as_its_loop_starts_is_a_failure_that_counts(start: Start, loop: str) -> None:
+    flow = start(
+        loop=f"tests.support.{loop}",
+        framework="none",
+        config={},
+        scaling={"min_workers": 2, "max_workers": 2},
+        failures={"max_failures": 1, "driver_restarts": 0},
+    )
+    outcome = flow.wait(180)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cluster_lost")
+    assert "workers died more often than max_failures allows" in outcome["error"]
+    assert flow.log.count("Worker failure: ") == 2, "one try and one retry in the cluster"
+    assert len(attempts(flow.run)) == 1
+    assert "Waiting for capacity" not in flow.log
+    assert flow.marked() == []
+
+
 def _warnings(run_uri: str | Path) -> list[dict[str, Any]]:
     segments = sorted((Path(run_uri) / ".elastic_train" / "events").glob("*.jsonl"))
     events = [json.loads(line) for segment in segments for line in segment.read_text().splitlines()]

@@ -360,6 +360,11 @@ def habitual_loop(config: dict[str, Any]) -> None:
             os._exit(1)
 
 
+def leaving_loop(config: dict[str, Any]) -> None:
+    """End the process of its worker in the first line."""
+    os._exit(3)
+
+
 def gloo_loop(config: dict[str, Any]) -> None:
     """All-reduce, report and write each step into the ledger, as a loop in DistributedDataParallel; saves each ten.
 

@@ -14,7 +14,12 @@ from pyarrow import fs
 from ray.exceptions import ActorDiedError
 from ray.train import Checkpoint
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.controller.state import InitializingState, PreemptingState, RunningState
+from ray.train.v2._internal.execution.controller.state import (
+    InitializingState,
+    PreemptingState,
+    RunningState,
+    SchedulingState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.training_report import _TrainingReport
@@ -227,6 +232,20 @@ def test_a_failure_that_ends_the_training_is_told_with_the_reason(
     assert (failure.retried, failure.gives_up.startswith(why)) == (False, True)
 
 
+def test_workers_that_die_as_they_start_are_told_and_counted_although_no_poll_has_found_them(
+    controller: Controller,
+) -> None:
+    policy = RunFailurePolicy(FailureConfig(max_failures=1))
+    for decision in (FailureDecision.RETRY, FailureDecision.RAISE):
+        died = WorkerGroupError("a worker died", dict.fromkeys((0, 1), ActorDiedError()))
+        assert policy.make_decision(died) is decision
+        controller.callback.before_controller_execute_failure_decision(decision)
+    first, second = controller.heard()
+    assert isinstance(first, ev.WorkerFailed)
+    assert (first.also, first.left, first.retried, second.retried) == ({"0": [1]}, 0, True, False)
+    assert first.errors["0"].startswith("ActorDiedError: The actor died unexpectedly")
+
+
 @pytest.mark.parametrize(("draining", "decision"), [(True, FailureDecision.RETRY), (False, FailureDecision.RAISE)])
 def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     controller: Controller, draining: bool, decision: FailureDecision
@@ -320,6 +339,32 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
     wait_for(lambda: sum(getattr(event, "doing", "") == "RUNNING" for event in heard) >= 3, 5, "signs of life")
     controller.callback.before_controller_abort()
     controller.receiver.close()
+
+
+def test_a_start_of_workers_that_does_not_end_is_logged_and_then_given_up_for_want_of_heartbeats(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("_SLOW_START_SECONDS", 0.3), ("_START_SECONDS", 1.0)):
+        monkeypatch.setattr(callbacks, name, seconds)
+    monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
+    another = Controller(controller.store)  # its thread has the shorter interval
+    scheduling = SchedulingState(ResizeDecision(2, {"CPU": 1}))
+    another.callback.after_controller_state_update(InitializingState(), scheduling)
+
+    def doings() -> list[str]:
+        return [event.doing for event in another.events if isinstance(event, ev.ControllerAlive)]
+
+    wait_for(lambda: "SCHEDULING" in doings() and "starting workers" in doings()[-1], 5, "that it is told")
+    wait_for(lambda: "No worker trains after" in caplog.text, 5, "that it is logged")
+    assert "raylet.out" in caplog.text
+    time.sleep(1.0)
+    silent_since = len(doings())
+    time.sleep(0.3)
+    assert len(doings()) == silent_since
+    another.callback.after_controller_state_update(scheduling, RunningState())
+    wait_for(lambda: doings()[-1] == "RUNNING", 5, "heartbeats of a group that trains")
+    another.callback.before_controller_abort()
+    another.receiver.close()
 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:

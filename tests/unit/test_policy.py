@@ -81,6 +81,7 @@ class Callback(SimpleNamespace):
         super().__init__(start_failure=None, checkpoint="a", has_committed=False, waiting=waiting, tell=waiting.append)
         self.is_draining, self.budget, self.left = False, Forgiveness(0), None
         self.loops = LoopWatch(False, lambda event: None)
+        self.failures: dict[int, Exception] = {}
 
     def take_commit(self) -> bool:
         committed, self.has_committed = self.has_committed, False
@@ -545,21 +546,43 @@ def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
     assert (said, state, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
 
 
-@pytest.mark.parametrize("error", [RayActorError(), ActorUnschedulableError("no place"), None])
-def test_a_start_that_fails_late_leaves_no_worker_behind(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+_DIED = RayActorError()
+_WRAPPED = WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.")
+_WRAPPED.__cause__ = _DIED
+
+
+@pytest.mark.parametrize(
+    ("error", "living", "raised"),
+    [
+        (_DIED, ("a", "b"), WorkerGroupError),
+        (_WRAPPED, ("a", "b"), WorkerGroupError),
+        (ActorUnschedulableError("no place"), ("a", "b"), WorkerGroupError),
+        (_DIED, ("a",), WorkerGroupStartupFailedError),
+        (_WRAPPED, ("a",), WorkerGroupStartupFailedError),
+        (ActorUnschedulableError("no place"), ("a",), WorkerGroupStartupFailedError),
+        (WorkerGroupStartupTimeoutError(2), ("a", "b"), WorkerGroupStartupTimeoutError),
+    ],
+)
+def test_a_start_leaves_no_worker_behind_and_fails_for_a_lost_node_while_a_dead_worker_is_a_failure_of_the_group(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch, error: Exception, living: tuple[str, ...], raised: Any
 ) -> None:
     ended: list[str] = []
+    callback.counted_on = frozenset(("a", "b"))
+    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])
     group = RunWorkerGroup.__new__(RunWorkerGroup)
     group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
+    group._worker_group_context = SimpleNamespace(num_workers=2)
     group._world_rank_to_ongoing_poll = {}
 
     def fail(self: Any) -> None:
-        raise error or WorkerGroupStartupTimeoutError(2)
+        raise error
 
     monkeypatch.setattr(controller.WorkerGroup, "_start", fail)
-    with pytest.raises(WorkerGroupStartupFailedError if error else WorkerGroupStartupTimeoutError):
+    with pytest.raises(raised) as caught:
         group._start()
+    assert getattr(caught.value, "worker_failures", {}) == (
+        dict.fromkeys((0, 1), error.__cause__ or error) if raised is WorkerGroupError else {}
+    )
     assert ended == ["workers"]
     assert not group.has_started()
 

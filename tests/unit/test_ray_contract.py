@@ -126,6 +126,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_uuid": Checkpoint("/"),
     "_worker_cls": WorkerGroup,
     "_worker_group": TrainController,
+    "_worker_group_context": WorkerGroup,
     "_worker_group_state": WorkerGroup,
 }
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.

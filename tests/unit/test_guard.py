@@ -1,0 +1,46 @@
+"""What the guard does while its flow process lives; what it does after that needs real processes of a training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefect_elastic_train.supervisor.guard import DISMISSED
+from tests.support.processes import wait_for
+
+_PROGRAM = """
+import os, sys
+from prefect_elastic_train.supervisor import guard
+guard._TEND_SECONDS = 0.5
+guard.main(sys.argv[1], os.getppid())
+"""
+_LONG_AGO = 1_000_000_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A private folder that a guard tends several times a second."""
+    guard = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stdin=subprocess.PIPE)
+    yield tmp_path
+    guard.communicate(DISMISSED, timeout=10)
+    assert guard.returncode == 0
+
+
+def test_the_files_of_a_training_do_not_grow_old_for_cleaners_and_what_links_lead_to_is_left_alone(
+    folder: Path,
+) -> None:
+    token, socket_like = folder / "token", folder / "r0" / "session_1" / "sockets" / "raylet"
+    foreign = folder.with_name(f"{folder.name}-foreign")
+    socket_like.parent.mkdir(parents=True)
+    for file in (token, socket_like, foreign):
+        file.write_text("secret")
+        os.utime(file, (_LONG_AGO, _LONG_AGO))
+    (folder / "link").symlink_to(foreign)
+    (folder / "link to nothing").symlink_to(folder / "nothing")
+    wait_for(lambda: _LONG_AGO not in (token.stat().st_mtime, socket_like.stat().st_atime), 20, "a look")
+    assert foreign.stat().st_atime == _LONG_AGO
