@@ -99,7 +99,7 @@ def is_detail(text: str) -> bool:
 
 
 def silence_ray_train() -> None:
-    """Let Ray Train write to its files alone in this worker, and print the loop's log records with their level.
+    """Let Ray Train log only warnings in this worker, to its files, and print the loop's log records with their level.
 
     Ray Train logs each report and what the loop raised, and prints log records without their level.
     """
@@ -107,6 +107,7 @@ def silence_ray_train() -> None:
         if hasattr(handler, "plain_handler"):
             handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logger = logging.getLogger("ray.train")
+    logger.setLevel(logging.WARNING)
     # The root logger, which has the same one for the console, keeps it for the loop.
     logger.handlers = [handler for handler in logger.handlers if not hasattr(handler, "plain_handler")]
     for name, other in list(logging.root.manager.loggerDict.items()):

@@ -9,12 +9,13 @@ before anything else and holds the other end of a pipe to its standard input. Wh
 the flow process is no longer its parent, that is gone: the guard ends the driver, all that is marked, and the folder.
 
 Until then it marks all files of the folder as used each hour, since cleaners of /tmp remove what nobody has used for
-some days.
+some days; and it removes the logs of Ray's workers that have exited.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -46,6 +47,9 @@ def main(folder: str, parent: int) -> None:
             break
         if time.monotonic() % _TEND_SECONDS < _POLL_SECONDS:
             with suppress(OSError):  # a file has vanished meanwhile: the rest comes the next time
+                for log in Path(folder).glob("r0/session_*/logs/*worker-*"):  # whose names end in a process id
+                    if not psutil.pid_exists(int(re.findall(r"\d+", log.name)[-1])):
+                        log.unlink()
                 for path in Path(folder).rglob("*"):
                     os.utime(path, follow_symlinks=False)
     drivers = []

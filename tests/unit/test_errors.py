@@ -243,21 +243,24 @@ def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplo
 
 def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
     console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
-    before = root.handlers[:], trains.handlers[:], trains.propagate, context.logger.parent
+    before = root.handlers[:], trains.handlers[:], trains.propagate, trains.level, context.logger.parent
     try:
         for logger in (root, trains):  # as Ray Train's configuration of a worker has it
             logger.addHandler(console)
         trains.propagate = False
+        trains.setLevel(logging.DEBUG)
         ray_output.silence_ray_train()
         context.logger.warning("Reporting training result 1")
         assert not caplog.records, "it would reach the root"
+        levels = [level for level in (logging.INFO, logging.WARNING) if context.logger.isEnabledFor(level)]
+        assert levels == [logging.WARNING], "a line for each report would fill the disk of Ray's logs"
         assert (console in root.handlers, console in trains.handlers) == (True, False)
         assert (
             console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3", "levelname": "ERROR"}))
             == "ERROR: epoch 3"
         )
     finally:
-        root.handlers, trains.handlers, trains.propagate, context.logger.parent = before
+        root.handlers, trains.handlers, trains.propagate, trains.level, context.logger.parent = before
 
 
 def test_only_so_much_is_kept_and_that_is_the_newest() -> None:

@@ -44,3 +44,19 @@ def test_the_files_of_a_training_do_not_grow_old_for_cleaners_and_what_links_lea
     (folder / "link to nothing").symlink_to(folder / "nothing")
     wait_for(lambda: _LONG_AGO not in (token.stat().st_mtime, socket_like.stat().st_atime), 20, "a look")
     assert foreign.stat().st_atime == _LONG_AGO
+
+
+def test_of_rays_logs_those_of_workers_that_have_exited_are_removed_and_no_other_file(folder: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    dead, living = process.pid, os.getpid()
+    logs = folder / "r0" / "session_2026-11-27_01-13-31_126363_18617" / "logs"
+    names = ["worker-45f5-01000000-{}.out", "worker-45f5-01000000-{}.err", "python-core-worker-45f5_{}.log"]
+    kept = [logs / "raylet.out", logs.parent / "artifacts" / "logs" / f"worker-{dead}.out"]
+    kept += [logs / name.format(living) for name in names]
+    gone = [logs / name.format(dead) for name in names]
+    for file in [*kept, *gone]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("a line")
+    wait_for(lambda: not any(file.exists() for file in gone), 20, "their end")
+    assert [file for file in kept if not file.exists()] == []
