@@ -115,9 +115,9 @@ class FirstStep(Event):
 
 
 class LoopWarned(Event):
-    """The loop itself began again although a checkpoint is there, to do all work again, or has never saved one."""
+    """The loop began again although a checkpoint is there, has never saved one, or has ranks that wait for others."""
 
-    problem: Literal["checkpoint-ignored", "no-checkpoint"]
+    problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait"]
     message: str
     checkpoint: str = ""
 

@@ -37,10 +37,8 @@ _RAYS_FORM = re.compile(
     r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
     r"|(?:PC:|   ) @ +0x|\*\*\* SIG[A-Z]+ received at "
 )
-#: Lines of Ray that the user can act on: a node short of memory or disk, and ranks that the others wait for.
-_OF_USE = re.compile(
-    r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk|for the following ranks to join", re.I
-)
+#: Lines of Ray that the user can act on: a node is short of memory or disk.
+_OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.I)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE, _MAX_LINES = 2000, 2000
 

@@ -6,6 +6,7 @@ Uses ``ray.train.v2._internal``: the public callbacks run in the controller.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -106,15 +107,22 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
 
 
 class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
-    """Ray's worker, which adds the position of the loop's session to each poll, and sends what the loop raised as text.
+    """Ray's worker, which adds to each poll the position of the loop's session and for how long the loop has waited.
 
-    Named as Ray's, for titles and logs.
+    It sends what the loop raised as text. Named as Ray's, for titles and logs.
     """
+
+    _free_at = 0.0  # when a poll has last found the loop not waiting for Ray or for other ranks; 0 before the first
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_watch.position()
         status.error = loop_watch.portable(status.error)
+        frame = loop_watch.innermost_frame()
+        # It waits in Ray, as for a report, or in a collective of torch.
+        if not (frame and self._free_at and re.search("-packages/ray/|distributed_c10d", frame.f_code.co_filename)):
+            self._free_at = time.monotonic()
+        status.waited = time.monotonic() - self._free_at
         return status
 
 

@@ -1,4 +1,4 @@
-"""Whether the loops of a worker group go on from the checkpoint that they are offered, whether they save and report.
+"""Whether the loops of a worker group go on from the checkpoint that they are offered, save, report, and wait.
 
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
@@ -27,8 +27,9 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
-from prefect_elastic_train.core.ray_output import is_consequence
+from prefect_elastic_train.core.ray_output import is_consequence, ranks_in_words
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
+from prefect_elastic_train.loop.notice import train_context
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
@@ -40,6 +41,8 @@ SILENT_SECONDS = 5.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
+_WAIT_SECONDS = 45.0  # for which a rank waits for the others before it is told of
+_LIBRARIES = r"/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # what a loop counts its way with, most significant first
 #: Files that are not the user's code; and functions in which Ray Train and torch wait for the other ranks.
 _INSTALLED = re.compile(r'/lib/python\d|/prefect_elastic_train/|"<frozen ')
@@ -182,6 +185,17 @@ def position() -> Position | None:
     return Position(time.time() - session.began_at, session.began_from, session.done, session.most_workers)
 
 
+def innermost_frame() -> Any:
+    """Return the frame that runs in the thread of this worker's loop, None once the loop has returned."""
+    return sys._current_frames().get(train_context().execution_context.training_thread_runner._thread.ident)
+
+
+def line() -> str:
+    """Return the innermost line of this worker's loop that is not a library's."""
+    *_, own = (one for one in traceback.extract_stack(innermost_frame()) if not re.search(_LIBRARIES, one.filename))
+    return f"{own.filename}:{own.lineno} in {own.name}: {own.line}"
+
+
 def has_session() -> bool:
     """True if this worker's loop trains in a session."""
     return _session() is not None
@@ -274,11 +288,11 @@ class LoopWatch:
         self._before = _counters(metrics)
         self._is_judged = not checkpoint
         self._has_saved |= bool(checkpoint)
-        self._began = self._quiet_since = time.monotonic()
+        self._began = time.monotonic()
+        self._quiet_since = math.inf  # until the first poll
         self._reports = 0
-        self._was_polled = False
         self.step = 0
-        self._has_begun = False
+        self._has_begun = self._has_told_wait = False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
@@ -293,8 +307,7 @@ class LoopWatch:
             self._tell(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(found.done for found in positions)])
         reports = [status.training_report for status in statuses if status.training_report is not None]
-        if reports or not self._was_polled:
-            self._was_polled = True
+        if reports or self._quiet_since > now:
             self._quiet_since = now
         has_checkpoint = any(report.checkpoint is not None for report in reports)
         self._has_saved |= has_checkpoint
@@ -305,7 +318,16 @@ class LoopWatch:
         is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
         if is_late and not self._has_saved:
             self._has_saved = True  # told once
-            self._tell_unsaved(now - self._began)
+            self._tell_unsaved()
+        if any(getattr(status, "waited", 0) > _WAIT_SECONDS for status in statuses) and not self._has_told_wait:
+            self._has_told_wait = True
+            lines = ask(self._workers, line, _ANSWER_SECONDS)
+            where = "; ".join(
+                f"{ranks_in_words(rank for rank, other in lines.items() if other == found)} at {found}"
+                for found in dict.fromkeys(lines.values())
+            )
+            told = f"ranks wait for others: {where}. All must call ray.train.report() and collectives equally often"
+            self._tell(LoopWarned(problem="ranks-wait", message=told))
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
@@ -343,10 +365,10 @@ class LoopWatch:
         answers = ask(self._workers, has_opened, _ANSWER_SECONDS)
         return len(answers) < len(self._workers) or any(answers.values())
 
-    def _tell_unsaved(self, seconds: float) -> None:
+    def _tell_unsaved(self) -> None:
         message = (
-            f"the loop has reported {self._reports} times in {seconds:.0f} s and never with a checkpoint: "
-            "whatever ends the workers begins the training from the beginning. Save with "
+            f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
+            "checkpoint: whatever ends the workers begins the training from the beginning. Save with "
             "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…)), or train in a "
             "prefect_elastic_train.loop.session, which does"
         )

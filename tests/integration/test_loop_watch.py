@@ -97,6 +97,24 @@ def test_a_worker_that_dies_as_its_loop_starts_is_a_failure_that_counts(start: S
     assert flow.marked() == []
 
 
+@pytest.mark.full
+def test_ranks_that_wait_for_others_are_told_within_a_minute_with_their_lines(start: Start, head: RayHead) -> None:
+    flow = start(
+        loop="tests.support.loops:waiting_loop",
+        framework="none",
+        config={},
+        cluster=head.block,
+        scaling={"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 0.1}},
+        failures={"stall_timeout_seconds": 60, "max_failures": 0, "driver_restarts": 0},
+    )
+    assert flow.wait(240)["state"] == "FAILED", "the stall time-out has ended it"
+    (told,) = _warnings(flow.run)
+    assert told["problem"] == "ranks-wait"
+    line = r"at \S+/loops\.py:\d+ in waiting_loop: "
+    assert re.search(rf"rank 0 {line}ray\.train\.report.*; rank 1 {line}time\.sleep", told["message"])
+    assert "Ranks wait for others: rank 0 at " in flow.log
+
+
 def _warnings(run_uri: str | Path) -> list[dict[str, Any]]:
     segments = sorted((Path(run_uri) / ".elastic_train" / "events").glob("*.jsonl"))
     events = [json.loads(line) for segment in segments for line in segment.read_text().splitlines()]

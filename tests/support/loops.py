@@ -365,6 +365,15 @@ def leaving_loop(config: dict[str, Any]) -> None:
     os._exit(3)
 
 
+def waiting_loop(config: dict[str, Any]) -> None:
+    """Have rank 0 alone report, which it does in vain."""
+    import ray.train
+
+    if ray.train.get_context().get_world_rank() == 0:
+        ray.train.report({"step": 1})
+    time.sleep(600)
+
+
 def gloo_loop(config: dict[str, Any]) -> None:
     """All-reduce, report and write each step into the ledger, as a loop in DistributedDataParallel; saves each ten.
 

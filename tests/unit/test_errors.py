@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray._private.log import PlainRayHandler
 from ray.train.v2._internal.execution import context
-from ray.train.v2._internal.execution.checkpoint.sync_actor import BROADCAST_PERIODIC_WARNING
 
 from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.orchestration.logs import RunLog
@@ -178,6 +177,7 @@ def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
 
 RAYS = [
     "(TrainController pid=5) Graceful shutdown of backend failed.",
+    "(SynchronizationActor pid=5) The workers have been waiting for 60.00 s for the following ranks to join",
     "\x1b[36m(TrainController pid=5, ip=10.0.0.3)\x1b[0m Traceback (most recent call last):",
     "(raylet) A worker died or was killed while executing a task by an unexpected system error.",
     "(RayTrainWorker pid=7) @elastic-train-detail Error in training function:",
@@ -205,25 +205,6 @@ USERS = [
 def test_what_is_rays_own_is_a_detail_and_what_is_the_users_or_ours_is_told() -> None:
     assert [line for line in RAYS if not ray_output.is_detail(line)] == []
     assert [line for line in USERS if ray_output.is_detail(line)] == []
-
-
-def test_of_ray_trains_warning_of_missing_ranks_the_line_that_names_them_is_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    warning = BROADCAST_PERIODIC_WARNING.format(
-        caller_method_name="ray.train.report",
-        world_size=4,
-        max_time_elapsed_s=60,
-        missing_ranks=[1, 3],
-        warn_interval_env_var="X",
-        warn_interval_s=60,
-    )
-    log = RunLog(logging.getLogger("ranks"), 100)
-    with caplog.at_level(logging.INFO, "ranks"):
-        for line in warning.splitlines():
-            log.line("stderr", f"\x1b[36m(SynchronizationActor pid=5)\x1b[0m {line}")
-    waiting = "The workers have been waiting for 60.00 s for the following ranks to join the `ray.train.report` call"
-    assert caplog.messages == [f"[SynchronizationActor] {waiting}: [1, 3]."]
 
 
 def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
@@ -19,6 +22,7 @@ from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.elastic import controller, loop_watch
+from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
 from tests.support.processes import wait_for
 
@@ -175,6 +179,64 @@ def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for
         waits,
     )
     assert re.fullmatch(rf'rank 1: .*; the rank is at File "{here}", line \d+, in load go_on\.wait\(20\)', is_at)
+
+
+def _waited(seconds: float) -> WorkerStatus:
+    status = WorkerStatus(True, None, None)
+    status.waited = seconds
+    return status
+
+
+def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    lines = {0: "train.py:31 in loop", 1: "train.py:40 in validate", 2: "train.py:40 in validate"}
+    monkeypatch.setattr(loop_watch, "ask", lambda workers, question, seconds: lines)
+    does_not_answer = WorkerStatus(True, None, None)
+    assert watched.watch.look([_waited(44.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
+    assert watched.problems == []
+    for _ in range(2):
+        assert watched.watch.look([_waited(46.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
+    (told,) = watched.events
+    assert isinstance(told, LoopWarned)
+    assert told.problem == "ranks-wait"
+    assert "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate" in told.message
+    watched.watch.begin(["another group"], "", {})
+    watched.watch.look([_waited(46.0)])
+    assert watched.problems == ["ranks-wait", "ranks-wait"]
+
+
+def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on, runner = queue.SimpleQueue[None](), ThreadRunner()
+    waits = ThreadRunner()
+
+    def loop() -> None:
+        goes_on.get()
+        waits._monitor_target()  # a line of the loop, from which Ray waits
+
+    execution = SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner)
+    context = SimpleNamespace(execution_context=execution, preemption_context=SimpleNamespace(preemption_info=None))
+    monkeypatch.setattr(rays_context, "_train_context", context)
+    worker = RayTrainWorker()
+
+    def waited() -> float:
+        return float(worker.poll_status().waited)
+
+    runner.run(loop)
+    assert waited() == pytest.approx(0.0, abs=0.05)
+    time.sleep(0.2)
+    assert waited() == pytest.approx(0.0, abs=0.05), "it does something of its own"
+    goes_on.put(None)
+    wait_for(lambda: waited() > 0.3, 5, "the wait")
+    file, _, rest = loop_watch.line().partition(":")
+    assert (file, rest.partition(" ")[2]) == (
+        __file__,
+        "in loop: waits._monitor_target()  # a line of the loop, from which Ray waits",
+    )
+    waits.get_exception_queue().put(None)
+    wait_for(lambda: not worker.poll_status().running, 5, "the end of the loop")
+    assert waited() == pytest.approx(0.0, abs=0.05), "a loop that has returned waits for nobody"
 
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
