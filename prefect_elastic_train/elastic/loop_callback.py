@@ -6,6 +6,7 @@ Uses ``ray.train.v2._internal``: the public callbacks run in the controller.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import psutil
+import ray
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysTrainWorker
@@ -63,6 +66,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def after_init_train_context(self) -> None:
         """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
         wait_for_devices(self._before)
+        use_node_address()
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
@@ -136,6 +140,14 @@ class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
         raise KeyError(
             f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
         )
+
+
+def use_node_address() -> None:
+    """Have gloo use the interface of the node's address: the host name may stand for one that no other host reaches."""
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [one.address for one in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _wait_for_uploads(context: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+import torch.distributed as dist
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
 from prefect_elastic_train.core.settings import ScalingSettings
@@ -253,6 +254,18 @@ def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_
         for process in (before, elsewhere, another):
             process.kill()
             process.wait()
+
+
+def test_gloo_uses_the_interface_of_the_nodes_address_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, address = next((name, one.address) for name, all_of_it in psutil.net_if_addrs().items() for one in all_of_it)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: address)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    loop_callback.use_node_address()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == name
+    assert dist.ProcessGroupGloo.create_device(interface=name) is not None, "torch takes it"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    loop_callback.use_node_address()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_other_devices_of_a_worker_are_shown_to_no_other_process() -> None:
