@@ -210,7 +210,11 @@ def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run
     assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), {"weights": torch.ones(2)}, torch.nn.Linear(1, 1)], ids=["lock", "weights", "module"])
+@pytest.mark.parametrize(
+    "value",
+    [threading.Lock(), {"weights": torch.ones(2)}, torch.nn.Linear(1, 1)],
+    ids=["lock", "weights", "module"],
+)
 def test_what_a_loop_returns_ends_no_training(run: Callable[[Any], bytes], value: Any) -> None:
     status = pickle.loads(run(lambda: value))
     assert (status.running, status.error, status.return_value) == (False, None, None)
