@@ -42,10 +42,10 @@ SILENT_SECONDS = 5.0
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
 _WAIT_SECONDS = 45.0  # for which a rank waits for the others before it is told of
-_LIBRARIES = r"/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
+#: Files that are not the user's code.
+_LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # what a loop counts its way with, most significant first
-#: Files that are not the user's code; and functions in which Ray Train and torch wait for the other ranks.
-_INSTALLED = re.compile(r'/lib/python\d|/prefect_elastic_train/|"<frozen ')
+#: Functions in which Ray Train and torch wait for the other ranks.
 _WAITING = re.compile(r", in \w*(?:across_ranks|barrier|broadcast|all_gather|all_reduce|reduce_scatter)")
 
 
@@ -186,13 +186,16 @@ def position() -> Position | None:
 
 
 def innermost_frame() -> Any:
-    """Return the frame that runs in the thread of this worker's loop, None once the loop has returned."""
-    return sys._current_frames().get(train_context().execution_context.training_thread_runner._thread.ident)
+    """Return the frame that runs in the thread of this worker's loop, None where no loop runs."""
+    context = train_context()
+    thread = context and context.execution_context.training_thread_runner._thread
+    return sys._current_frames().get(thread and thread.ident)
 
 
 def line() -> str:
     """Return the innermost line of this worker's loop that is not a library's."""
-    *_, own = (one for one in traceback.extract_stack(innermost_frame()) if not re.search(_LIBRARIES, one.filename))
+    stack = traceback.extract_stack(innermost_frame())
+    own = next((one for one in reversed(stack) if not re.search(_LIBRARIES, one.filename)), stack[-1])
     return f"{own.filename}:{own.lineno} in {own.name}: {own.line}"
 
 
@@ -204,21 +207,18 @@ def has_session() -> bool:
 def stacks() -> str:
     """Return where this worker's loop is, how far its session is, if it has one, and the stacks of all other threads.
 
-    The first line is a predicate, such as ``is at File "train.py", line 31, in step loss.backward()``.
+    The first line is a predicate, such as ``is at train.py:31 in step: loss.backward()``.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = {
+        ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    }
+    del threads[threading.get_ident()]
     session = _session()
     said = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
-    for ident, frame in sys._current_frames().items():
-        entries = traceback.format_stack(frame)
-        text = f"thread {names.get(ident, ident)}:\n{''.join(entries)}"
-        if ", in _run_target\n" in text:  # Ray Train's thread of the loop
-            own = [entry for entry in entries if not _INSTALLED.search(entry)] or entries
-            verb = "waits for other ranks" if _WAITING.search(text) else "is"
-            said.insert(0, f"{verb} at {' '.join(own[-1].split())}")
-        if ident != threading.get_ident():
-            said.append(text)
-    return "\n".join(said)
+    waits = _WAITING.search("".join(traceback.format_stack(innermost_frame())))
+    return "\n".join([f"{'waits for other ranks' if waits else 'is'} at {line()}", *said, *threads.values()])
 
 
 def _session() -> Any:
