@@ -69,7 +69,7 @@ soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of whic
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api
 
-bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting and loop, against raw Ray Train, torchrun and other S3 clients
+bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.growth
@@ -77,6 +77,7 @@ bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting 
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.reporting
 	$(BIN)/python -m benchmarks.loop
+	$(BIN)/python -m benchmarks.run_growth
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
 	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits

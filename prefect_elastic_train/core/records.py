@@ -140,7 +140,11 @@ class EndedRecord(_Record):
 
 
 class CommitRecord(_Record):
-    """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints."""
+    """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints.
+
+    Or only what came after an earlier, whole one: then the snapshot has nothing but ``added``, a snapshot of the newer
+    checkpoints alone with the sequence of the whole commit of the same attempt as ``since``.
+    """
 
     attempt: int
     sequence: int

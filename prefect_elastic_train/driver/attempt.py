@@ -31,7 +31,7 @@ from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attemp
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt, refusal
-from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
+from prefect_elastic_train.runs.resume import choose_source, note_completed, restore_snapshot, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import preflight
 from prefect_elastic_train.storage.store import RunStore
@@ -57,7 +57,7 @@ class Attempt:
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._storage = open_storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
-        self.teller = AttemptTeller(output, details, self.store)
+        self.teller = AttemptTeller(output, details, self.store, spec)
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver = EventReceiver(self.teller.emit)
         self._past = Tally()  # of the attempts before
@@ -168,7 +168,7 @@ class Attempt:
         self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
         teller.history = HistoryWriter(impatient, begun.attempt)
         if begun.attempt > 1:
-            self._past = teller.recall(spec)
+            self._past = teller.recall()
         scaling = spec.scaling
         needs_none = scaling.standby == "off" or spec.is_forked
         if not needs_none and not may_replace(scaling, spec.request.framework):
@@ -203,12 +203,13 @@ class Attempt:
         self.teller.doing("adding the run's result up")
         self._receiver.finish(_LEAVE_SECONDS)
         self.teller.history.close()
+        restore_snapshot(self.store, RunDirectory(self.store).look_back(whole=False))
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
         return ended.model_copy(update={"result": self._result(ended)})
 
     def finish(self, finished: EndedRecord) -> AttemptEnded:
         """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
-        self.teller.recall(self.spec)
+        self.teller.recall()
         message = "the run was finished before, and its result is given back"
         result = finished.result or self._result()
         trained_with = RunDirectory(self.store).fingerprint

@@ -21,6 +21,7 @@ from prefect_elastic_train.core.ray_output import Details, ranks_in_words
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.report.accounts import Tally
+from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.storage.retries import waiting_since
@@ -32,8 +33,10 @@ _MAX_REST = 100_000
 _PIECE_BYTES = 64 * 1024
 #: How long after a failure what Ray says of it is written: the lines of other processes take a moment to come.
 _DETAILS_SECONDS = 2.0
-#: How long the history may take to read before an attempt begins.
+#: How long a storage that does not answer is asked for the history before an attempt begins.
 _RECALL_SECONDS = 20.0
+#: After so many events, what they add up to is kept in the history, so that no driver has to read more.
+_RECALLED_EVENTS = 5000
 
 
 class EventReceiver:
@@ -140,13 +143,19 @@ class AttemptTeller:
     The output leads to the supervisor; the details are what Ray has said itself.
     """
 
-    def __init__(self, output: EventOutput, details: Details, store: RunStore) -> None:
+    def __init__(self, output: EventOutput, details: Details, store: RunStore, spec: DriverSpec) -> None:
         #: Number of the attempt, 0 until it is begun, and where its events are kept from then on.
         self.attempt = 0
         self.history: HistoryWriter | None = None
         self._output = output
         self.details = details
         self._store = store
+        #: What the history adds up to.
+        self._report = RunReport(
+            run_name=spec.request.run_name,
+            score_attribute=spec.checkpoints.score_attribute,
+            score_order=spec.checkpoints.score_order,
+        )
         self._lock = threading.Lock()
         self._sequence = self._reports = 0
         self._doing = ""
@@ -165,7 +174,10 @@ class AttemptTeller:
             event = event.model_copy(update=update)
             self._output.put(event)
             if self.history is not None:
+                self._report.take(event)
                 self.history.add(event)
+                if self._sequence % _RECALLED_EVENTS == 0:
+                    self.history.add(ev.RunRecalled(report=self._report.model_dump(mode="json")))
         if isinstance(event, ev.GroupFailed):
             for rank, error in event.errors.items():
                 self.details.keep(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
@@ -191,26 +203,16 @@ class AttemptTeller:
         except OSError as error:
             logger.warning("could not write the details of what failed: %s", error)
 
-    def recall(self, spec: DriverSpec) -> Tally:
+    def recall(self) -> Tally:
         """Send a supervisor what it may not have seen: what the history adds up to. Not at any price."""
-        from prefect_elastic_train.report.run_report import RunReport
-
-        deadline = time.monotonic() + _RECALL_SECONDS
-        report = RunReport(
-            run_name=spec.request.run_name,
-            score_attribute=spec.checkpoints.score_attribute,
-            score_order=spec.checkpoints.score_order,
-        )
         self.doing("reading the history")
         try:
-            for event in read_history(self._store.impatient(_RECALL_SECONDS)):
-                report.take(event)
-                if time.monotonic() > deadline:
-                    raise TimeoutError("it takes too long")
-            self.emit(ev.RunRecalled(report=report.model_dump(mode="json")))
+            for event in read_history(self._store.impatient(_RECALL_SECONDS), recent=True):
+                self._report.take(event)
+            self.emit(ev.RunRecalled(report=self._report.model_dump(mode="json")))
         except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
             logger.warning("the history cannot be read; the run's report begins anew: %s", error)
-        return report.tally
+        return self._report.tally
 
     def _show_life(self) -> None:
         while not self._closed.wait(ev.ALIVE_SECONDS):

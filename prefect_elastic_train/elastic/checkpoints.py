@@ -26,7 +26,7 @@ from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 from pydantic_core import to_jsonable_python
 from ray.air._internal.filelock import TempFileLock
-from ray.train import Checkpoint
+from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
@@ -39,11 +39,12 @@ from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence
 from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.snapshots import checkpoint_names
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
+#: So many checkpoints are listed by each commit; of more that all stay, a commit lists so many new ones at most.
+_ADDED_AT_MOST = 500
 _READ_BYTES = 8 * 2**20  # that a reader asks for at a time
 _is_managed_checkpoint = rays_context.is_managed_checkpoint
 
@@ -55,8 +56,6 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self.store = store
         self.attempt = attempt
         self.log = CommitLog(store, attempt)
-        #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
-        self._handed: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.store, self.attempt)
@@ -101,7 +100,6 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         name = self.name(path)
         if name.split("/")[0] in ("", layout.STATE_FOLDER):
             raise ElasticTrainError(f"refused to delete {path}, which is no checkpoint of {self.store.uri}")
-        self._handed.discard(name)
         if not self.store.delete_folder(name, self._check_fence):
             raise FileNotFoundError(f"{path}: there is no such folder")
 
@@ -109,7 +107,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         """Open a file for reading anywhere; for Ray's snapshot, what this attempt goes on from."""
         name = self.name(path)
         if name == layout.SNAPSHOT:
-            if (data := self._snapshot()) is None:
+            if not (data := self._snapshot()):
                 raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
             return pa.PythonFile(io.BytesIO(data), mode="r")
         if not isinstance(self.store, ObjectRunStore):
@@ -146,21 +144,17 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def _describe(self, path: str) -> fs.FileInfo:
         name = self.name(path)
-        if not name or name in self._handed:  # Ray asks for each of them when it starts, and does not look into them
+        if not name:
             return fs.FileInfo(path, type=fs.FileType.Directory)
-        if name == layout.SNAPSHOT:
-            size = len(data) if (data := self._snapshot()) is not None else None
-        else:
-            size = self.store.size(name)
+        size = (len(self._snapshot()) or None) if name == layout.SNAPSHOT else self.store.size(name)
         if size is not None:
             return fs.FileInfo(path, type=fs.FileType.File, size=size)
         is_folder = self.store.file_sizes(name) is not None
         return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
 
-    def _snapshot(self) -> bytes | None:
+    def _snapshot(self) -> bytes:
         commit = RunDirectory(self.store, self.attempt).newest_commit
-        self._handed = set(checkpoint_names(commit.snapshot)) if commit is not None else set()
-        return None if commit is None else json.dumps(commit.snapshot).encode()
+        return b"" if commit is None else json.dumps(commit.snapshot).encode()
 
     def _check_fence(self) -> None:
         if not self.attempt:
@@ -291,10 +285,29 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
     Ray's own takes it for the best if lower is better, and a metric that is no number ends the run.
     """
 
+    _listed = 0  # how many checkpoints the last whole commit lists; 0: the next one is whole
+
     def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
         config = self._checkpoint_config
         rank = rank_of(result.metrics, config.checkpoint_score_attribute or "", config.checkpoint_score_order)
         return *rank, self._checkpoint_to_report_index[result.checkpoint]
+
+    def _write_state_to_storage(self) -> None:
+        """Commit the list of all checkpoints; of a long one that only grows, mostly what was added to it since."""
+        results = self._checkpoint_results
+        # None is removed, ranked elsewhere, or given other metrics by a validation.
+        only_grows = self._checkpoint_config == CheckpointConfig() and not self._validated_checkpoints
+        if only_grows and max(_ADDED_AT_MOST, self._listed) < len(results) <= self._listed + _ADDED_AT_MOST:
+            self._checkpoint_results: list[Any] = results[self._listed :]
+            added = self._save_state().encode()
+            self._checkpoint_results = results
+            self._storage_context.storage_filesystem.handler.log.commit(added, is_whole=False)
+        else:
+            super()._write_state_to_storage()
+            self._listed = len(results)
+
+    def _assert_checkpoints_exist(self) -> None:
+        """Look for none of them: all were there when the attempt began, and Ray's own makes a request for each."""
 
     def _load_state(self, json_state: str) -> None:
         """Load, and rank what another version or policy may have ranked."""

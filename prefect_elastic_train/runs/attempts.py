@@ -19,7 +19,7 @@ from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.liveness import driver_process, is_alive
-from prefect_elastic_train.runs.model import Attempt, ResumePoint, RunDirectory, refusal
+from prefect_elastic_train.runs.model import RECENT, SEED_COMMIT, Attempt, ResumePoint, RunDirectory, refusal
 from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
@@ -37,7 +37,7 @@ class Begun:
 
     attempt: int
     point: ResumePoint
-    counted: int  # how many attempts of this flow run there were, this one included
+    counted: int  # how many attempts of this flow run count, this one included
     restarts_left: int  # how many may follow without any progress that makes up for them
     notes: list[str]  # what the user should know: repairs, changed configuration, a driver that was ended
     run_id: str
@@ -148,7 +148,8 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
         )
     mine = request.owner
     if finished is None and owner is not None and is_own and owner.supervisor != mine.supervisor:
-        was_mine = mine.supervisor in [one.record.owner.supervisor for one in run.attempts if one.record]
+        records = map(run.attempt_record, run.numbers[-RECENT:])
+        was_mine = mine.supervisor in [one.owner.supervisor for one in records if one is not None]
         is_beside = 0 < mine.execution == owner.execution
         if was_mine or (is_beside and not (last and last.ended) and is_alive(run.store, owner)):
             raise refusal(
@@ -180,7 +181,7 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
 
 def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
     """Create the record of a run, or write it anew where it is lost; return what there is to say of it."""
-    begun = [attempt.record for attempt in run.attempts if attempt.record is not None]
+    begun = [*filter(None, map(run.attempt_record, run.numbers))]
     is_torn = run.read(layout.RUN) is not None
     notes = adopt_snapshot(run.store) if run.is_foreign and not run.numbers else []
     record = RunRecord(
@@ -212,25 +213,30 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
 def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
     """Count this flow run's attempts since the last end that nobody restarts, and the restarts left after the next.
 
-    One is forgiven after which others have trained long enough, up to commits. A budget used up is the run's verdict.
+    Those do not count after which others have trained long enough, up to commits. Fail if a budget is used up.
     """
-    newest, failures = dict(reversed([*run.lineage])), spec.failures  # of each attempt, the newest commit that counts
-    counted = forgiven = idle = 0
+    failures, lineage = spec.failures, run.lineage
+    newest = sys.maxsize, 0
+    counted = idle = 0
     in_a_row, trained = True, 0.0
-    for attempt in reversed(run.attempts):
+    for attempt in map(run.attempt, reversed(run.numbers)):
         record, ended = attempt.record, attempt.ended
         if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
-        in_a_row = in_a_row and attempt.number not in newest
-        is_forgiven = 0 < failures.forgive_after_seconds <= trained
-        commit = run.commit((attempt.number, newest[attempt.number])) if attempt.number in newest else None
-        trained += commit.trained if commit is not None else 0.0
+        if 0 < failures.forgive_after_seconds <= trained:  # which holds for all before it, too
+            break
+        while newest[0] > attempt.number:
+            newest = next(lineage, SEED_COMMIT)
+        if newest[0] == attempt.number:
+            in_a_row = False
+            commit = run.commit(newest)
+            trained += commit.trained if commit is not None else 0.0
         # One that gave way before it did anything, or that a person stopped, spends no budget; commits are progress.
         if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
             continue
         if ended is not None and (ended.verdict or attempt.outcome not in _COUNTED):
             break
-        counted, forgiven, idle = counted + 1, forgiven + is_forgiven, idle + in_a_row
+        counted, idle = counted + 1, idle + in_a_row
     if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         verdict = (
@@ -238,17 +244,16 @@ def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
             "ends them and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
-    elif counted - forgiven > failures.driver_restarts:
+    elif counted > failures.driver_restarts:
         outcome = Outcome.DRIVER_LOST
-        forgiving = f", without {forgiven} that the run has made up for" if forgiven else ""
         verdict = (
-            f"the driver restarts of this flow run are used up: {counted - forgiven} attempts began{forgiving}, 1 + "
+            f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + "
             f"driver_restarts ({failures.driver_restarts}) are allowed over all its resumes. Retry the flow run for a "
             "fresh budget, or raise driver_restarts of the FailureBudget"
         )
     else:
-        return counted, failures.driver_restarts - (counted - forgiven)
-    last = run.attempts[-1]
+        return counted, failures.driver_restarts - counted
+    last = run.attempt(run.numbers[-1])
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="no last word")
     run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))
     message = f"{verdict}. The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"

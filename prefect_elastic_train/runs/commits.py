@@ -12,8 +12,8 @@ that was written after the successor's second look belongs to an older attempt a
 from __future__ import annotations
 
 import socket
-import threading
 import time
+from itertools import chain
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import written_by
@@ -21,7 +21,7 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultE
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.loop.parts import missing_parts
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_attempt
+from prefect_elastic_train.runs.model import RunDirectory, newest_attempt
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
@@ -73,11 +73,14 @@ class CommitLog:
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
         self._attempt = attempt
-        self._last: CommitRecord | None = None
-        self._lock = threading.Lock()
+        self._manifest: dict[str, dict[str, int]] = {}  # of all checkpoints that are kept
+        self._whole = 0  # the last commit that lists them all
+        self._own: dict[int, int] = {}  # by commit that is kept, the one that it adds to, or itself
 
-    def commit(self, data: bytes) -> CommitRecord:
+    def commit(self, data: bytes, is_whole: bool = True) -> CommitRecord:
         """Make Ray's snapshot, as Ray writes it, durable together with the files that its checkpoints consist of.
+
+        One that is not whole lists only the checkpoints after those of the last whole one, all of which stay.
 
         Raises:
             FencedOffError: Another attempt has taken over; a commit that was already written counts for nothing.
@@ -86,35 +89,42 @@ class CommitLog:
         snapshot = parse_snapshot(data)
         if snapshot is None:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
-        with self._lock:
-            check_fence(self._store, self._attempt)
-            last = self._last or RunDirectory(self._store, self._attempt).newest_commit
-            manifest = self._list_files(snapshot, last.manifest if last is not None else {})
-            own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
-            record = CommitRecord(
-                attempt=self._attempt,
-                sequence=max(own, default=0) + 1,
-                trained=trained_seconds(),
-                snapshot=snapshot,
-                manifest=manifest,
-            )
-            while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
-                record = record.model_copy(update={"sequence": record.sequence + 1})  # the listing was behind
-            check_fence(self._store, self._attempt)
+        check_fence(self._store, self._attempt)
+        if not self._whole:
+            run = RunDirectory(self._store, self._attempt)
+            newest = run.newest_commit
+            self._manifest = newest.manifest if newest is not None else {}
+            self._own = {sequence: sequence for attempt, sequence in run.commits if attempt == self._attempt}
+        manifest = self._list_files(snapshot)
+        record = CommitRecord(
+            attempt=self._attempt,
+            sequence=max(self._own, default=0) + 1,
+            trained=trained_seconds(),
+            snapshot=snapshot if is_whole else {"added": {**snapshot, "since": self._whole}},
+            manifest=manifest,
+        )
+        while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
+            record = record.model_copy(update={"sequence": record.sequence + 1})
+        check_fence(self._store, self._attempt)
+        if is_whole:
             self._store.replace(layout.SNAPSHOT, data)
-            self._last = record
-            for sequence in own[: 1 - _COMMITS_KEPT]:
-                self._store.delete(layout.commit_name(self._attempt, sequence))
+            self._whole, self._manifest = record.sequence, {}
+        self._manifest |= manifest
+        self._own[record.sequence] = self._whole
+        for sequence in self._own.keys() - chain(*[*self._own.items()][-_COMMITS_KEPT:]):
+            self._store.delete(layout.commit_name(self._attempt, sequence))
+            del self._own[sequence]
         return record
 
-    def _list_files(self, snapshot: dict[str, Any], known: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-        """Return the manifest of all checkpoints, of earlier ones as the previous commit had it."""
+    def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
+        """Return the manifest of the checkpoints, of earlier ones as an earlier commit had it."""
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
             # A loop that places its checkpoints itself may have written over the newest.
             is_final = name != names[-1] or written_by(name) is not None
-            files = known[name] if is_final and name in known else self._store.file_sizes(name)
+            known = self._manifest.get(name) if is_final else None
+            files = known or self._store.file_sizes(name)
             deadline = time.monotonic() + _SEEN_SECONDS
             while files is not None and missing_parts(files) and time.monotonic() < deadline:
                 time.sleep(min(1.0, _SEEN_SECONDS / 10))

@@ -19,13 +19,19 @@ _WRITE_SECONDS = 2.0
 #: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
-_SEGMENT = re.compile(r"(\d{4,})-(\d{3,})\.jsonl")
+#: The first line of a segment with an ``r`` in its name is what was before it.
+_SEGMENT = re.compile(r"(\d{4,})-(\d{3,})(r?)\.jsonl")
+_RECALLED = b'"kind":"run_recalled"'
 
 
-def read_history(store: RunStore) -> Iterator[ev.Event]:
-    """Yield the events of all attempts in order; a torn line is passed over."""
+def read_history(store: RunStore, recent: bool = False) -> Iterator[ev.Event]:
+    """Yield the events of all attempts in order; a torn line is passed over.
+
+    The recent ones begin with the newest :class:`RunRecalled`, which has what was before; all if there is none.
+    """
     found = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
-    for segment in sorted(found, key=lambda match: (int(match[1]), int(match[2]))):
+    segments = sorted(found, key=lambda match: (int(match[1]), int(match[2])))
+    for segment in segments[max((at for at, one in enumerate(segments) if recent and one[3]), default=0) :]:
         lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
         yield from (event for event in map(ev.decode_event, lines) if event is not None)
 
@@ -52,7 +58,7 @@ class HistoryWriter:
 
     def add(self, event: ev.Event) -> None:
         """Take an event; signs of life, and of a long run most reports without a checkpoint, are left out."""
-        if isinstance(event, ev.ControllerAlive | ev.RunRecalled):
+        if isinstance(event, ev.ControllerAlive):
             return
         if isinstance(event, ev.Reported):
             pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
@@ -81,7 +87,8 @@ class HistoryWriter:
     def _add(self, *events: ev.Event) -> None:
         for line in [ev.encode_event(event).encode() + b"\n" for event in events]:
             with self._lock:
-                if self._lines and sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES:
+                is_full = sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES
+                if self._lines and (is_full or _RECALLED in line):
                     self._segment, self._lines = self._segment + 1, []
                 self._lines.append(line)
                 self._unwritten[self._segment] = self._lines
@@ -98,7 +105,8 @@ class HistoryWriter:
             unwritten = {segment: list(lines) for segment, lines in self._unwritten.items()}
         try:
             for segment, lines in sorted(unwritten.items()):
-                self._store.replace(f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}.jsonl", b"".join(lines))
+                mark = "r" * (_RECALLED in lines[0])
+                self._store.replace(f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}{mark}.jsonl", b"".join(lines))
                 with self._lock:
                     if len(self._unwritten.get(segment, [])) == len(lines):
                         self._unwritten.pop(segment, None)

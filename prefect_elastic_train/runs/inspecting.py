@@ -139,7 +139,7 @@ def describe(run: RunDirectory) -> RunDetails | None:
         summary=summary,
         run=run.record,
         started_from=run.started_from,
-        attempts=run.attempts,
+        attempts=[*map(run.attempt, run.numbers)],
         commit=commit,
         best_checkpoint=run.best_checkpoint(commit),
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),

@@ -35,6 +35,8 @@ from prefect_elastic_train.storage.store import RunStore
 
 SEED_COMMIT = (0, 0)  # attempt and number of the commit that a run begins with that starts from another's checkpoint
 PRUNER = "elastic-train runs prune"  # whose the attempt is that holds a run while `elastic-train runs prune` deletes it
+#: Attempts, or commits, in which is looked up what the newest ones say, however many there are.
+RECENT = 10
 _RAYS_NAME = re.compile(r"checkpoint_\d")  # how Ray Train calls a checkpoint that the loop gives no name
 _ATTEMPT = re.compile(r"(\d{4,})\.json")
 _COMMIT = re.compile(r"(\d{4,})-(\d{6,})\.json")
@@ -121,6 +123,7 @@ class RunDirectory:
         # Not as cached properties, which wait for one another: many runs are looked at, at a time.
         self.read: Callable[[str], bytes | None] = cache(store.read)
         self.names: Callable[[str], list[str]] = cache(store.names)
+        self.commit = cache(self.commit)  # type: ignore[method-assign]
         self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
         self._outermost = cache(store.folders)  # without a file, too, if an upload has got as far as that
 
@@ -174,14 +177,9 @@ class RunDirectory:
         return [commit for commit in all_commits(self) if commit[0] <= self._upto]
 
     @property
-    def attempts(self) -> list[Attempt]:
-        """All attempts, the newest last."""
-        return [self._attempt(number) for number in self.numbers]
-
-    @property
     def newest_attempt(self) -> Attempt | None:
         """The attempt that holds the fence; the only one that is read for this."""
-        return self._attempt(self.numbers[-1]) if self.numbers else None
+        return self.attempt(self.numbers[-1]) if self.numbers else None
 
     @property
     def next_number(self) -> int:
@@ -244,25 +242,50 @@ class RunDirectory:
         folders = [folder for folder in self._folders if not is_needed(folder)]
         if not folders:
             return {}
-        commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
+        ours = {
+            name
+            for commit in map(self.commit, self.commits[0 if point.repairs else -RECENT :])
+            if commit is not None
+            for name in commit.manifest
+        }
         if point.repairs:
-            broken = [self.mirror, *(commit.snapshot for commit in commits)]
-            is_needed = _overlapping(name for one in broken for name in snapshots.checkpoint_names(one))
-        ours = {name for commit in commits for name in commit.manifest}
+            is_needed = _overlapping([*snapshots.checkpoint_names(self.mirror), *ours])
         return {
             folder: sum(self._files().get(folder, {}).values())
             for folder in folders
             if not is_needed(folder) and (written_by(folder) is not None or folder in ours)
         }
 
+    def attempt(self, number: int) -> Attempt:
+        """Return how an attempt began and ended."""
+        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
+        return Attempt(number=number, record=self.attempt_record(number), ended=ended)
+
     def attempt_record(self, number: int) -> AttemptRecord | None:
         """Return how an attempt began; None if there is no such record, or a torn one."""
         return decode(AttemptRecord, self.read(layout.attempt_name(number)))
 
     def commit(self, number: tuple[int, int]) -> CommitRecord | None:
-        """Return a commit as it was written; None if it is torn."""
+        """Return a commit with all that it lists; None if it is torn.
+
+        Raises:
+            AttemptFailedError: The one that it adds to is torn or missing; outcome ``invalid``.
+        """
         record = decode(CommitRecord, self.read(layout.commit_name(*number)))
-        return record if record is not None and snapshots.fits_together(record.snapshot) else None
+        if record is None:
+            return None
+        if added := record.snapshot.get("added"):
+            whole = self.commit((number[0], added["since"]))
+            if whole is None:  # then nothing tells which other checkpoints are needed
+                raise refusal(
+                    f"commit {layout.commit_label(number)} of {self.uri} adds to commit {added['since']} of its "
+                    f"attempt, which is torn or missing in {layout.COMMITS}. Nothing was touched. Bring that file back "
+                    "or, to go on from the attempt before, move the commits and the checkpoints of this one away"
+                )
+            for name in ("checkpoint_results", "checkpoint_report_indices"):
+                added[name] = whole.snapshot[name] + added[name]
+            record = record.model_copy(update={"snapshot": added, "manifest": whole.manifest | record.manifest})
+        return record if snapshots.fits_together(record.snapshot) else None
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """See :meth:`RunStore.file_sizes`; the run is listed once as a whole, and a folder without a file is none."""
@@ -304,11 +327,10 @@ class RunDirectory:
         lost: set[str] = set()
         dropped: list[str] = []
         repairs: list[str] = []
-        counting = [*self.lineage]
-        overtaken = (
-            [number for number in reversed(self.commits) if number not in counting] if whole and counting else []
-        )
-        for number in [*counting, *overtaken]:
+        seen: set[tuple[int, int]] = set()
+        overtaken = (number for number in reversed(self.commits) if whole and seen and number not in seen)
+        for number in itertools.chain(self.lineage, overtaken):  # read one by one: the first is mostly whole
+            seen.add(number)
             later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
             lost.update(name for record in later if record is not None for name in record.dropped)
             commit, label = self.commit(number), layout.commit_label(number)
@@ -325,17 +347,13 @@ class RunDirectory:
             if snapshot is not None:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
                 usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
-                if number in overtaken:
+                if number not in self.lineage:
                     repairs.append(
                         f"commit {label}, which an overtaken attempt wrote, is the newest whole one and is used"
                     )
                 return ResumePoint(usable, dropped, repairs)
             repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
         return ResumePoint(None, dropped, repairs)
-
-    def _attempt(self, number: int) -> Attempt:
-        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
-        return Attempt(number=number, record=self.attempt_record(number), ended=ended)
 
     @property
     def _folders(self) -> list[str]:
@@ -353,11 +371,11 @@ class RunDirectory:
         left = sorted({*self._folders, *filter(self.store.file_sizes, named)})  # the listing may be behind
         is_named = _overlapping(named)
         # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
-        begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
-        anew = max((number for number, record in begun if record.base is None), default=0)
+        begun = [one for one in map(self.attempt_record, self.numbers) if one is not None and one.confirmed]
+        anew = max((one.attempt for one in begun if one.base is None), default=0)
         committed = [number for number, _ in self.commits]
         committed += [event.attempt for event in read_history(self.store) if isinstance(event, CheckpointCommitted)]
-        has_committed = any(number >= anew for number in committed) or any(number > anew for number, _ in begun)
+        has_committed = any(number >= anew for number in committed) or any(one.attempt > anew for one in begun)
         if not has_committed and not any(map(is_named, left)):
             # Interrupted uploads, and folders that a person or the loop itself has made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]

@@ -224,9 +224,9 @@ class LocalRunStore(RunStore):
             return None
         sizes: dict[str, int] = {}
         for parent, _, files in os.walk(root, onerror=_raise_unless_gone):
-            for path in (Path(parent, file) for file in files if not file.startswith(TEMPORARY_PREFIX)):
+            for path in (f"{parent}/{file}" for file in files if not file.startswith(TEMPORARY_PREFIX)):
                 with suppress(FileNotFoundError):  # deleted while we looked
-                    sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+                    sizes[path.removeprefix(f"{root}/")] = os.stat(path).st_size
         return sizes
 
     def _size(self, name: str) -> int | None:

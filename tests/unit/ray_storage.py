@@ -13,8 +13,9 @@ from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2.api.reported_checkpoint import ReportedCheckpointStatus
 
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
+from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
@@ -35,11 +36,17 @@ class Ray:
         self.storage = StorageContext(str(path.parent), path.name, storage_filesystem=run_filesystem(store, attempt))
         self._config = CheckpointConfig(**config)
         self.manager: Any = None
+        self._manager_type: type[CheckpointManager] = CheckpointManager
 
     def start(self) -> Any:
         """Load the manager, as a controller does when it starts."""
-        self.manager = CheckpointManager(self._config, self.storage)
+        self.manager = self._manager_type(self._config, self.storage)
         return self
+
+    def start_ours(self) -> Any:
+        """Load our own manager, as our controller does."""
+        self._manager_type = RankedCheckpointManager
+        return self.start()
 
     @property
     def latest(self) -> str:
@@ -65,10 +72,19 @@ class Ray:
         """Report a checkpoint, as all ranks have."""
         self.register(self.upload(name, files or {"model.pt": name.encode(), "rank-0/optim.pt": b"12"}), **metrics)
 
-    def register(self, checkpoint: Checkpoint, **metrics: Any) -> None:
+    def register(self, checkpoint: Checkpoint, validation: bool = False, **metrics: Any) -> None:
         """Take a checkpoint that is in the run directory as reported by all ranks."""
 
         async def register() -> None:
-            self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+            self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=validation))
 
         asyncio.run(register())
+
+    def validate(self, checkpoint: Checkpoint, **metrics: Any) -> None:
+        """Take the metrics of a validation that has succeeded."""
+
+        async def update() -> None:
+            validated = (metrics, ReportedCheckpointStatus.VALIDATED)
+            self.manager.update_checkpoints_with_validation_result({checkpoint: validated})
+
+        asyncio.run(update())

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import (
     AttemptRecord,
@@ -30,9 +31,10 @@ from prefect_elastic_train.runs import layout, liveness
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.liveness import HeartbeatWriter, host_id, is_alive, process_start
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
-from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, Training, begin, claim, tear
+from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, SteppedStore, Training, begin, claim, tear
 
 OTHERS_RESUME = claim(OTHER_FLOW_RUN, resume=True)
 
@@ -377,12 +379,34 @@ def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_lo
             _refused(store, wanted, "2 attempts began, 1 + driver_restarts (1) are allowed")
             break
         begun = begin(store, wanted)
-        assert (begun.restarts_left, begun.counted) == (restarts_left, number)
+        assert begun.restarts_left == restarts_left
+        assert begun.counted == 2 - restarts_left, "one that is made up for is counted no more"
         Training(store, number).report(f"checkpoint-{number}")
         commit = CommitRecord.model_validate_json(store.read(layout.commit_name(number, 1)) or b"")
         store.replace(layout.commit_name(number, 1), encode(commit.model_copy(update={"trained": 100.0})))
         if number > 1:
             end_attempt(store, number, Outcome.DRIVER_LOST.value, "killed")
+
+
+def test_a_driver_and_a_worker_group_start_with_as_many_requests_however_many_attempts_there_were(
+    store: LocalRunStore,
+) -> None:
+    requests: list[str] = []
+    counting = SteppedStore(store.path, requests.append)
+    needed = []
+    for number in range(1, 101):
+        requests.clear()
+        begun = begin(counting, claim(supervisor=f"resume-{number}"))  # the flow run was resumed each time
+        Training(store, begun.attempt).upload(physical_name("half", begun.attempt))  # a worker dies in an upload
+        assert remove_interrupted_uploads(counting, begun.attempt)
+        needed.append(len(requests))
+        Training(store, begun.attempt).report(name := physical_name("epoch", begun.attempt, report=number))
+        commit = RunDirectory(store).newest_commit
+        assert commit is not None
+        assert name in commit.manifest
+        store.replace(layout.commit_name(begun.attempt, 1), encode(commit.model_copy(update={"trained": 7200.0})))
+        end_attempt(store, begun.attempt, Outcome.DRIVER_LOST.value)
+    assert needed[99] <= needed[19] < 70
 
 
 def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore) -> None:

@@ -60,10 +60,10 @@ def _write(store: LocalRunStore, *events: ev.Event, attempt: int = 1) -> list[in
 
 
 def test_the_history_of_all_attempts_is_read_in_order_without_signs_of_life(store: LocalRunStore) -> None:
-    lifeless = [ev.ControllerAlive(doing="RUNNING", seconds=1), ev.RunRecalled(report={"run_name": "mnist"})]
+    lifeless = ev.ControllerAlive(doing="RUNNING", seconds=1)
     for attempt in (1, 2, 10):
         states = [ev.StateChanged(attempt=attempt, state=state) for state in ("SCHEDULING", "RUNNING")]
-        _write(store, *lifeless, *states, attempt=attempt)
+        _write(store, lifeless, *states, attempt=attempt)
     for name in ("0001-000.jsonl.bak", "x.jsonl", "0001.jsonl"):
         store.create(f"{layout.EVENTS}/{name}", STARTED.model_dump_json().encode())
     store.create(f"{layout.EVENTS}/0011-000.jsonl", STARTED.model_dump_json().encode()[:-10] + b"\n\xff\n{}\n")  # torn

@@ -85,6 +85,7 @@ def test_every_symbol_of_ray_in_use_exists() -> None:
 #: Private attributes of Ray's objects and classes that are called, read, set or overridden, and where Ray has them.
 ATTRIBUTES: dict[str, Any] = {
     "_assign_worker_ranks": WorkerGroup,
+    "_assert_checkpoints_exist": CheckpointManager,
     "_checkpoint_config": CheckpointManager,
     "_checkpoint_results": CheckpointManager,
     "_checkpoint_to_report_index": CheckpointManager,
@@ -113,6 +114,10 @@ ATTRIBUTES: dict[str, Any] = {
     "_private": ray,
     "_relax_collectives_during_preemption": TrainController,
     "_requester_id": scaling_policy.ScalingPolicy,
+    "_save_state": CheckpointManager,
+    "_storage_context": CheckpointManager,
+    "_validated_checkpoints": CheckpointManager,
+    "_write_state_to_storage": CheckpointManager,
     "_resources_per_worker_not_none": ScalingConfig,
     "_send_resource_request": scaling_policy.ScalingPolicy,
     "_run_config": TrainController,

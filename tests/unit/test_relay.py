@@ -14,9 +14,16 @@ import pytest
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_LINE_BYTES, whole_lines
-from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.driver import relay
+from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.elastic.sending import EventSender
+from prefect_elastic_train.report.run_report import RunReport
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
+from tests.unit.support import SteppedStore, spec
 
 
 class Inbox:
@@ -194,3 +201,42 @@ def test_a_line_longer_than_any_event_is_cut_with_a_note_wherever_the_pieces_end
         pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
         assert [*whole_lines(pieces)] == [cut, b"short", b"", b"rest"]
         assert [*whole_lines(pieces, with_rest=False)] == [cut, b"short", b""]
+
+
+def test_a_new_driver_knows_what_was_before_and_reads_the_newest_of_it(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_RECALLED_EVENTS", 40)
+    requests: list[str] = []
+    counting = SteppedStore(store.path, requests.append)
+
+    def begin(attempt: int) -> AttemptTeller:
+        with open(os.devnull, "w") as nowhere:
+            teller = AttemptTeller(EventOutput(nowhere), Details(), counting, spec())
+        teller.attempt, teller.history = attempt, HistoryWriter(store, attempt)
+        if attempt > 1:
+            requests.clear()
+            teller.recall()
+        teller.emit(ev.AttemptStarted(run_name="mnist", run_uri=store.uri, at=1000.0 * attempt))
+        teller.emit(ev.WorkerGroupStarted(world_size=2, at=1000.0 * attempt))
+        return teller
+
+    for attempt in range(1, 30):  # of which the first trains for long
+        teller = begin(attempt)
+        for number in range(199 if attempt == 1 else 9):
+            metrics = {"loss": 1.0 / (number + attempt), "text": "x" * 3000}
+            committed = {"checkpoint": f"c{number}", "size_bytes": 1, "metrics": metrics, "world_size": 2}
+            teller.emit(ev.CheckpointCommitted(at=1000.0 * attempt + number, **committed))
+        teller.emit(ev.WorkerFailed(errors={}, retried=True, at=1000.0 * attempt + 900))
+        teller.close()
+    everything = RunReport(run_name="mnist")
+    for event in read_history(store):
+        if not isinstance(event, ev.RunRecalled):
+            everything.take(event)
+    recalled = begin(30)
+    assert sum(request.startswith(f"read {layout.EVENTS}") for request in requests) <= 5
+    recalled.close()
+    known = begin(31)._report
+    assert (known.tally.worker_failures, known.reports) == (29, 199 + 28 * 9)
+    [event] = [event for event in read_history(store) if isinstance(event, ev.RunRecalled) and event.attempt == 30]
+    assert RunReport.model_validate(event.report) == everything

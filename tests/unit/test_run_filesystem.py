@@ -19,20 +19,21 @@ from ray.train.v2._internal.execution import context
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import CommitRecord, decode
-from prefect_elastic_train.elastic import loop_callback
+from prefect_elastic_train.elastic import checkpoints, loop_callback
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import context as run_context
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.model import RunDirectory, all_commits
+from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, latest_checkpoint
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
-from tests.unit.support import begin, empty_snapshot, with_result
+from tests.unit.support import begin, empty_snapshot, tear, with_result
 
 
 def _write(filesystem: Any, path: str, data: bytes = b"late", pieces: int = 1) -> None:
@@ -113,6 +114,81 @@ def test_metrics_of_any_type_are_reported_as_json_values_and_kept_with_their_che
     assert commit is not None
     assert commit.snapshot["latest_checkpoint_result"]["metrics"] == plain
     assert Ray(store, begin(store).attempt).start().latest == "checkpoint"
+
+
+def _listed(store: LocalRunStore, sequence: int) -> int:
+    """Return how many checkpoints a commit of the first attempt lists itself."""
+    return len(json.loads(store.read(layout.commit_name(1, sequence)) or b"")["manifest"])
+
+
+def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the_next_attempt_finds_them_all(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 4)
+    ray = Ray(store, begin(store).attempt).start_ours()
+    names = [f"checkpoint_{number}" for number in range(16)]
+    listed = []
+    for number, name in enumerate(names):
+        ray.report(name, epoch=number)
+        listed.append(_listed(store, number + 1))
+        commit = RunDirectory(store).newest_commit
+        assert commit is not None
+        assert checkpoint_names(commit.snapshot) == list(commit.manifest) == names[: number + 1]
+        assert latest_checkpoint(commit.snapshot) == commit.snapshot["checkpoint_results"][-1]
+        kept = all_commits(store)
+        assert kept[-5:] == [(1, number + 1 - ago) for ago in range(min(5, number + 1))][::-1]
+        assert len(kept) <= 7, "commits that nothing adds to any more stay"
+        assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost what it adds to"
+    assert listed == [1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 2, 3, 4, 14, 1, 2]
+    added = json.loads(store.read(layout.commit_name(1, 16)) or b"")
+    assert not fits_together(added["snapshot"]), "another version would take it for all"
+    store.delete(layout.SNAPSHOT)
+    begun = begin(store)
+    assert (begun.point.base, begun.point.repairs, begun.notes) == ((1, 16), [], [])
+    assert remove_interrupted_uploads(store, begun.attempt) == []
+    second = Ray(store, begun.attempt).start_ours()
+    assert (second.latest, second.checkpoints) == (names[-1], names)
+    assert checkpoint_names(RunDirectory(store).mirror) == names, "Ray's own file is not up to date"
+    second.report("last")
+    point = RunDirectory(store).resume_point
+    assert (point.base, point.repairs, checkpoint_names(point.snapshot)) == ((2, 1), [], [*names, "last"])
+
+
+def test_what_a_validation_adds_to_a_checkpoint_that_was_listed_before_is_committed(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 2)
+    ray = Ray(store, begin(store).attempt).start_ours()
+    first = ray.upload("checkpoint_0", {"model.pt": b"1"})
+    ray.register(first, validation=True)
+    for number in range(1, 6):
+        ray.report(f"checkpoint_{number}")
+    assert _listed(store, 6) < 6
+    ray.validate(first, accuracy=0.5)
+    commit = RunDirectory(store).newest_commit
+    assert commit is not None
+    assert (len(commit.manifest), commit.snapshot["pending_training_results"]) == (6, [])
+    assert commit.snapshot["checkpoint_results"][0]["metrics"] == {"accuracy": 0.5}
+    assert commit.snapshot["validated_checkpoint_dir_names"] == ["checkpoint_0"]
+
+
+@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
+def test_nothing_is_begun_or_removed_while_the_list_that_the_newest_commit_adds_to_is_lost(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, lose: Callable[[LocalRunStore, str], object]
+) -> None:
+    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 6)
+    ray = Ray(store, begin(store).attempt).start_ours()
+    ray.report("of-another-attempt")
+    ray = Ray(store, begin(store).attempt).start_ours()
+    for number in range(11):
+        ray.report(physical_name("epoch", 2, report=number))
+    assert all_commits(store)[1:] == [(2, sequence) for sequence in (5, 7, 8, 9, 10, 11)]
+    lose(store, layout.commit_name(2, 5))
+    words = r"commit 0002-000011 of .* adds to commit 5 of its attempt, which is torn or missing .* Nothing was touched"
+    for look in (begin, lambda store: remove_interrupted_uploads(store, 2)):
+        with pytest.raises(AttemptFailedError, match=words):
+            look(store)
+    assert (len(store.folders()), all_attempts(store)) == (13, [1, 2])
 
 
 def test_ray_keeps_so_many_checkpoints_and_their_commits_stay_whole(store: LocalRunStore) -> None:
