@@ -183,8 +183,8 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
     nights.add("going")
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
     nights.storage.run("going").create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=owner)))
-    with pytest.raises(ConfigurationError, match="'a b'"):
-        choose_source(nights.storage, nights.claim("tuned", "a b@best"))
+    with pytest.raises(ConfigurationError, match=r"'a\|b'"):
+        choose_source(nights.storage, nights.claim("tuned", "a|b@best"))
     with pytest.raises(ConfigurationError, match="give the run another name"):
         elastic_train.ask(lambda: None, run_name="latest")
     for resume_from, words in {
