@@ -1,7 +1,7 @@
-"""What a start and a commit cost by the attempts and the checkpoints of a run: `python -m benchmarks.run_growth`.
+"""Cost of a start and a commit in runs with many attempts and checkpoints: `python -m benchmarks.run_growth`.
 
-The run directories are made up, in memory where there is such a disk, and nothing is trained. Requests are operations
-on the store; a listing is one, however long. Seconds are processor time and 30 ms for each request, as to a bucket.
+The run directories are generated, in /dev/shm if it is writable, and nothing is trained. A request is one operation on
+the store, also a listing of any length. Seconds are processor time plus 30 ms for each request, as to a bucket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUNS = {"1/100": (1, 100), "100/100": (100, 100), "10000/100": (10_000, 100)} | 
     "1/10000": (1, 10_000),
     "1/100000": (1, 100_000),
 }
-"""Attempts, and checkpoints that are kept."""
+"""Numbers of attempts and of kept checkpoints, by case."""
 METRICS = {"loss": 0.123456789, "accuracy": 0.987654321, "step": 123_456, "total_steps": 1_000_000, "lr": 0.001}
 COSTS = ("driver", "worker group", "first commit", "later commits")
 
@@ -58,7 +58,7 @@ MARK = fingerprint(loop, "torch", {})
 
 
 class Measuring:
-    """Counts the operations on a store, and adds their time up with the processor's."""
+    """Counts the operations on a store, and adds their assumed time to the processor time."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -66,7 +66,7 @@ class Measuring:
             setattr(LocalRunStore, name, self._counted(getattr(LocalRunStore, name)))
 
     def cost(self, work: Callable[[], Any]) -> tuple[int, float, Any]:
-        """Return the requests and the seconds of some work, and what it returns."""
+        """Return the requests, the seconds and the result of some work."""
         self._requests, began = 0, time.process_time()
         result = work()
         return self._requests, time.process_time() - began + self._requests * REQUEST_SECONDS, result
@@ -80,7 +80,7 @@ class Measuring:
 
 
 class Run:
-    """A run of some age in a folder, and what its driver and its controller do there."""
+    """A generated run directory, and the operations of a driver and a controller on it."""
 
     def __init__(self, folder: Path, attempts: int, kept: int) -> None:
         self.folder = folder
@@ -123,14 +123,14 @@ class Run:
                 lines = "".join(f"{ev.encode_event(event)}\n" for event in events)
                 self._write(f"{layout.EVENTS}/{attempt:04}-000.jsonl", lines.encode())
                 continue
-            teller = self.teller(attempt)  # as its driver does it
+            teller = self.teller(attempt)  # as its driver writes it
             for event in events:
                 teller.emit(event)
             teller.close()
         self._write(layout.SNAPSHOT, json.dumps(snapshot).encode())
 
     def teller(self, attempt: int) -> AttemptTeller:
-        """Return the one that takes the events of an attempt, which has read the history."""
+        """Return the receiver of an attempt's events, after it has read the history."""
         with open(os.devnull, "w") as nowhere:
             teller = AttemptTeller(EventOutput(nowhere), Details(), self.store, self.spec)
         teller.attempt, teller.history = attempt, HistoryWriter(self.store, attempt)
@@ -146,7 +146,7 @@ class Run:
         return begun.attempt
 
     def start_group(self, attempt: int) -> Any:
-        """Load what the controller knows of the checkpoints, tidy up, and look for where the workers begin."""
+        """Load the checkpoint manager, remove interrupted uploads, and find the commit to start from."""
         storage = StorageContext(
             str(self.folder.parent), self.folder.name, storage_filesystem=run_filesystem(self.store, attempt)
         )
@@ -156,7 +156,7 @@ class Run:
         return manager
 
     def report(self, manager: Any, attempt: int, number: int) -> Callable[[], None]:
-        """Upload a checkpoint, and return what commits it."""
+        """Upload a checkpoint, and return a function that commits it."""
         name = physical_name(f"checkpoint_{number:06}", attempt, 1, number)
         self._write(f"{name}/model.pt", b"")
         context = manager._storage_context
@@ -183,7 +183,7 @@ class Run:
 
 
 def measure(measuring: Measuring, attempts: int, kept: int, repeats: int) -> dict[str, tuple[list[int], list[float]]]:
-    """Return requests and seconds of each thing that is measured."""
+    """Return the requests and seconds of each measurement."""
     costs: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in COSTS}
 
     def take(name: str, work: Callable[[], Any]) -> Any:
@@ -195,7 +195,7 @@ def measure(measuring: Measuring, attempts: int, kept: int, repeats: int) -> dic
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="elastic-train-growth-", dir=memory) as folder:
         run = Run(Path(folder, "run"), attempts, kept)
-        for _ in range(repeats):  # each driver goes on from what the one before has left
+        for _ in range(repeats):  # each driver resumes the run of the one before
             attempt = take("driver", run.start_driver)
             manager = take("worker group", lambda attempt=attempt: run.start_group(attempt))
             for number in range(5):
@@ -214,7 +214,7 @@ def main() -> int:
         rows.append([f"{attempts:,}", f"{kept:,}", *cells])
         print(f"# {name}: {cells}", file=sys.stderr, flush=True)
     print(f"{machine_lines('benchmarks.run_growth', load_before)}\n")
-    print("Requests at most, and seconds: median (min–max).\n")
+    print("Maximum of requests; seconds: median (min–max).\n")
     print(markdown_table(["attempts", "checkpoints kept", *COSTS], rows))
     return 0
 
