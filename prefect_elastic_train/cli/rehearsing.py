@@ -36,7 +36,7 @@ def rehearse(
 
     Exit code 0 if the loop recovers as it should, 1 if it does not, 2 if it was refused before anything started.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves nothing but a certificate
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, after which only a certificate is left
     with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
         from prefect_elastic_train.orchestration.arguments import absolute, check_named_loop, named_loop
         from prefect_elastic_train.rehearsal.rehearsing import rehearse as run

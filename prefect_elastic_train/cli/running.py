@@ -215,9 +215,9 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
         if not isinstance(more, dict | None):
             raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
         config = deep_merge(config, more or {})
-    if (size := len(to_json(config))) > 500_000:  # the other parameters need a little
+    if (size := len(to_json(config))) > 500_000:  # leaves room for the other parameters
         raise ConfigurationError(
             f"the config has {size:,} bytes, and Prefect keeps at most 512 KiB of parameters with a flow run: "
-            "put what is large into a file that the loop reads"
+            "put large values into a file that the loop reads"
         )
     return config

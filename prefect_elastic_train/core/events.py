@@ -214,7 +214,7 @@ class CheckpointStalled(Event):
 
 
 class RunRecalled(Event):
-    """What the history before this adds up to, for a supervisor that has not seen it, and for the next driver."""
+    """Summary of the history so far, for a supervisor that has not seen it, and for the next driver."""
 
     #: A :class:`prefect_elastic_train.report.run_report.RunReport` as JSON.
     report: dict[str, Any]

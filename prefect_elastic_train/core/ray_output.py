@@ -71,7 +71,7 @@ _REASONS = [
     re.compile(r"(The actor (?:died|is dead) because .+)"),
 ]
 _FRAME = re.compile(r'\s+File "')
-#: The lines of an exception group's traceback that are messages, of the group and of what it holds.
+#: Lines of an exception group's traceback that are messages of the group or of the exceptions in it.
 _OF_GROUP = re.compile(r"^ +\| (?!.*Traceback \(|The above |During )(\S.*)", re.M)
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")  # process ids, addresses and the like differ where the error is the same
 _MAX_CAUSES = 3
@@ -99,7 +99,7 @@ def is_detail(text: str) -> bool:
 def silence_ray_train() -> None:
     """Let Ray Train log only warnings in this worker, to its files, and print the loop's log records with their level.
 
-    Ray Train logs each report and what the loop raised, and prints log records without their level.
+    By default it logs each report and the loop's exceptions, and prints log records without their level.
     """
     for handler in logging.root.handlers:
         if hasattr(handler, "plain_handler"):

@@ -35,7 +35,7 @@ class Owner(_Record):
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""
-    #: Which execution of the flow run it is, as Prefect counts them from 1; 0: not known.
+    #: Number of the flow run's execution, as Prefect counts them from 1; 0: not known.
     execution: int = 0
     job: str = ""  # submission id of the Ray job that the driver is; empty for a process of the flow's own machine
 
@@ -142,8 +142,8 @@ class EndedRecord(_Record):
 class CommitRecord(_Record):
     """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints.
 
-    Or only what came after an earlier, whole one: then the snapshot has nothing but ``added``, a snapshot of the newer
-    checkpoints alone with the sequence of the whole commit of the same attempt as ``since``.
+    The snapshot of an incremental commit has only ``added``: a snapshot of the checkpoints after an earlier full commit
+    of the same attempt, whose sequence is ``since``.
     """
 
     attempt: int

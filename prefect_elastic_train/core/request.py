@@ -46,8 +46,8 @@ class RunRequest:
         begun: An attempt of the run has begun before, as its events have shown: its run directory must be there.
         known_storage: URI of the storage that earlier trainings used through the same saved block, which must not be
             empty now, and the name of the Prefect variable that keeps the URI; both empty if that is not known.
-        has_datasets: Ray Data runs tasks beside the workers.
-        cpus_beside: CPUs that Ray Data and a validation need beside those that the workers hold.
+        has_datasets: Ray Data runs tasks besides the workers.
+        cpus_beside: CPUs that Ray Data and a validation need besides those of the workers.
         totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """
 
@@ -115,7 +115,7 @@ class Payload:
     """The user's own objects, which only the driver unpickles, after Ray is imported.
 
     Attributes:
-        data_context: Ray's ``DataContext`` of the flow process, which datasets are made with; None if it has none.
+        data_context: Ray's ``DataContext`` of the flow process, in effect while datasets are made; None if it has none.
     """
 
     train_loop: Callable[..., Any] | str

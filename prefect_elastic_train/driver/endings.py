@@ -83,7 +83,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     text = str(cause)
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in text:
         return Outcome.INVALID, text
-    if "checkpoints are not consistent" in text:  # Ray's own words; its exception has no type
+    if "checkpoints are not consistent" in text:  # Ray's exception has no type of its own
         return Outcome.USER_ERROR, (
             "ranks reported different folders as one checkpoint: with NO_UPLOAD, all ranks must report the same path, "
             f"and none may upload. The folders: {text.partition('paths: ')[2].partition(chr(10))[0]}"

@@ -104,10 +104,10 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
 
 
 def check_loop(loop: Any) -> None:
-    """Refuse a loop that a call does not run, or that requires more than the config by position, as Ray passes it."""
+    """Refuse an async loop, a generator, and a loop that requires more than the config as a positional argument."""
     if inspect.iscoroutinefunction(loop) or inspect.isgeneratorfunction(loop) or inspect.isasyncgenfunction(loop):
         raise ConfigurationError(
-            f"train loop {getattr(loop, '__name__', loop)!r} is async or a generator, of which a call runs nothing; "
+            f"train loop {getattr(loop, '__name__', loop)!r} is async or a generator: calling it runs nothing; "
             "make it a plain function, such as one that calls asyncio.run(...)"
         )
     try:
@@ -178,7 +178,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling."""
-    # Beside datasets and validations its ``max_workers`` are those that fit: more would starve them.
+    # With datasets or validations ``max_workers`` is lowered to what fits: more workers would starve them.
     scaling = spec.scaling
     problem = ""
     fitting = spec.scaling.max_workers

@@ -33,9 +33,9 @@ _MAX_REST = 100_000
 _PIECE_BYTES = 64 * 1024
 #: How long after a failure what Ray says of it is written: the lines of other processes take a moment to come.
 _DETAILS_SECONDS = 2.0
-#: How long a storage that does not answer is asked for the history before an attempt begins.
+#: Seconds for which reads of the history are repeated before an attempt begins.
 _RECALL_SECONDS = 20.0
-#: After so many events, what they add up to is kept in the history, so that no driver has to read more.
+#: Events after which a summary is written into the history, so that no driver has to read more.
 _RECALLED_EVENTS = 5000
 
 
@@ -150,7 +150,7 @@ class AttemptTeller:
         self._output = output
         self.details = details
         self._store = store
-        #: What the history adds up to.
+        #: Summary of the history.
         self._report = RunReport(
             run_name=spec.request.run_name,
             score_attribute=spec.checkpoints.score_attribute,

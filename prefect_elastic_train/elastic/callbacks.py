@@ -45,8 +45,8 @@ _TOLD_ERRORS = 10
 #: How long the ranks may take to say at a commit what they have waited for; the controller stands still meanwhile.
 _ANSWER_SECONDS = 1.0
 
-#: Seconds of a worker group's start after which it is logged, again each time; and after which it counts as hung. Ray
-#: gives up a runtime environment after 600 s, but starts a process that does not boot again and again, without a bound.
+#: Seconds between log lines about the start of a worker group, and after which the start counts as hung. Ray gives up
+#: a runtime environment after 600 s, but restarts a process that does not boot again and again, without a bound.
 _SLOW_START_SECONDS = 60.0
 _START_SECONDS = 900.0
 
@@ -90,7 +90,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         checkpoint: What a restart now would begin from, empty for nothing.
         budget: Which of the failures count.
         left: How many more may follow the last one, None for any number.
-        loops: What the loops of the worker groups do.
+        loops: Observes the loops of the worker groups.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
         self.checkpoint = name
         self._has_committed = True
-        if not self.loops.ignored:  # else it has done anew what was done
+        if not self.loops.ignored:  # else it repeats what was done before
             self.budget.commit()
         size = self._reports_since_checkpoint = 0
         with suppress(Exception):  # the commit is told all the same
@@ -337,7 +337,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 doing = self._state
                 seconds = time.time() - self._state_since
                 if doing == "SCHEDULING" and seconds > _SLOW_START_SECONDS:
-                    doing = "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) tell the reason"
+                    doing = "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) show the reason"
                     if seconds % _SLOW_START_SECONDS < ev.ALIVE_SECONDS:
                         logger.warning("No worker trains after %.0f s of %s", seconds, doing)
                     if seconds > _START_SECONDS:

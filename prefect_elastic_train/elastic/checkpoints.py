@@ -43,7 +43,7 @@ from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
-#: So many checkpoints are listed by each commit; of more that all stay, a commit lists so many new ones at most.
+#: Number of checkpoints up to which each commit is full, and the most that an incremental one lists.
 _ADDED_AT_MOST = 500
 _READ_BYTES = 8 * 2**20  # that a reader asks for at a time
 _is_managed_checkpoint = rays_context.is_managed_checkpoint
@@ -208,7 +208,7 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
 
 
 def as_json_values(metrics: Any) -> Any:
-    """Return metrics as JSON values, as which they are kept: arrays as numbers or lists, other objects as text."""
+    """Return metrics as JSON values: arrays as numbers or lists, other objects as text."""
     return to_jsonable_python(
         metrics,
         bytes_mode="base64",
@@ -237,9 +237,9 @@ def name_folders(context: rays_context.TrainContext, attempt: int, group: int) -
 
 
 def is_managed_checkpoint(storage_context: StorageContext, checkpoint: Checkpoint) -> Any:
-    """Return whether a checkpoint is in the run directory; one that is, by its path, is used by the run filesystem.
+    """Return whether a checkpoint is in the run directory; if its path is, give it the run filesystem.
 
-    Ray compares filesystems, and those of ``Checkpoint(path)`` and ``Checkpoint.from_directory(path)`` are others.
+    Ray compares filesystems too, and ``Checkpoint(path)`` and ``Checkpoint.from_directory(path)`` have different ones.
     """
     if PurePosixPath(checkpoint.path).is_relative_to(storage_context.experiment_fs_path):
         checkpoint.filesystem = storage_context.storage_filesystem
@@ -285,7 +285,7 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
     Ray's own takes it for the best if lower is better, and a metric that is no number ends the run.
     """
 
-    _listed = 0  # how many checkpoints the last whole commit lists; 0: the next one is whole
+    _listed = 0  # number of checkpoints that the last full commit lists; 0: the next one is full
 
     def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
         config = self._checkpoint_config
@@ -293,21 +293,21 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return *rank, self._checkpoint_to_report_index[result.checkpoint]
 
     def _write_state_to_storage(self) -> None:
-        """Commit the list of all checkpoints; of a long one that only grows, mostly what was added to it since."""
+        """Commit the list of all checkpoints; if it is long and only grows, mostly only what was added to it."""
         results = self._checkpoint_results
-        # None is removed, ranked elsewhere, or given other metrics by a validation.
+        # No checkpoint is removed, reordered, or given other metrics by a validation.
         only_grows = self._checkpoint_config == CheckpointConfig() and not self._validated_checkpoints
         if only_grows and max(_ADDED_AT_MOST, self._listed) < len(results) <= self._listed + _ADDED_AT_MOST:
             self._checkpoint_results: list[Any] = results[self._listed :]
             added = self._save_state().encode()
             self._checkpoint_results = results
-            self._storage_context.storage_filesystem.handler.log.commit(added, is_whole=False)
+            self._storage_context.storage_filesystem.handler.log.commit(added, is_full=False)
         else:
             super()._write_state_to_storage()
             self._listed = len(results)
 
     def _assert_checkpoints_exist(self) -> None:
-        """Look for none of them: all were there when the attempt began, and Ray's own makes a request for each."""
+        """Check nothing: all were there when the attempt began, and Ray's check makes a request for each."""
 
     def _load_state(self, json_state: str) -> None:
         """Load, and rank what another version or policy may have ranked."""

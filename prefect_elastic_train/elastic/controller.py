@@ -105,13 +105,13 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 except Exception:
                     logger.warning("A worker group that did not start was not ended cleanly", exc_info=True)
                 self._clear_state()
-            cause = error.__cause__ or error  # Ray raises an error of its own from that of a worker
+            cause = error.__cause__ or error  # Ray wraps a worker's error in one of its own
             if not isinstance(cause, RayActorError | ActorUnschedulableError):
                 raise
             if _gone(callbacks.current().counted_on):
                 raise WorkerGroupStartupFailedError("A node was lost while its workers started.") from error
             raise WorkerGroupError(
-                "A worker died while its group started.",  # of which no rank has started
+                "A worker died while its group started.",  # no rank has started
                 dict.fromkeys(range(self._worker_group_context.num_workers), cause),
             ) from error
 
@@ -322,14 +322,14 @@ class _ElasticTrainerMixin:
         return super()._initialize_and_run_controller(**controller_arguments | self._policies)  # type: ignore[misc]
 
     def _get_train_func(self) -> Callable[[], None]:
-        """Return the loop without its value, which nobody reads, and Ray Train may be unable to send."""
+        """Return the loop without its return value, which is not used, and which Ray Train may be unable to send."""
         loop = super()._get_train_func()  # type: ignore[misc]
 
         def train() -> None:
             value = loop()
             if isinstance(value, Coroutine | Generator):
                 raise TypeError(
-                    f"the train loop returned a {type(value).__name__}, of which nothing has run; run it there"
+                    f"the train loop returned a {type(value).__name__}, which has not run; run it in the loop"
                 )
 
         return train

@@ -40,17 +40,17 @@ _LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """Takes the run's context to each worker, and stands around its reports.
 
-    Metrics are reported as JSON values, as which they are kept with a checkpoint. Checkpoints are written and read by
-    the run filesystem, into folders that are never used again. After the report that a restart waits for, the worker
-    stands still: what it did from then on would be done twice. And a loop that reports faster than its checkpoints are
-    uploaded waits: Ray would let them pile up on the disk.
+    Metrics are reported as JSON values, since these are stored with a checkpoint. Checkpoints are written and read by
+    the run filesystem, into folders that are never used again. The report that a restart waits for does not return:
+    what the worker did afterwards would be done twice. A loop that reports faster than its checkpoints are uploaded
+    has to wait: Ray would let them pile up on the disk.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._failures_before = context.failures
         self._group = 0
-        self._before: list[tuple[str, int]] = []  # node and process of each worker of the group before
+        self._before: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
         self._reporting = 0
         self._saves = False  # the loop's thread while it reports; whether with a checkpoint
 
@@ -111,19 +111,19 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
 
 
 class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
-    """Ray's worker, which adds to each poll the position of the loop's session and for how long the loop has waited.
+    """Ray's worker; adds the position of the loop's session and the seconds that the loop has waited to each poll.
 
-    It sends what the loop raised as text. Named as Ray's, for titles and logs.
+    It sends the loop's exceptions as text. Named as Ray's, for titles and logs.
     """
 
-    _free_at = 0.0  # when a poll has last found the loop not waiting for Ray or for other ranks; 0 before the first
+    _free_at = 0.0  # time of the last poll at which the loop did not wait for Ray or other ranks; 0 before the first
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_watch.position()
         status.error = loop_watch.portable(status.error)
         frame = loop_watch.innermost_frame()
-        # It waits in Ray, as for a report, or in a collective of torch.
+        # The loop waits in Ray, as in a report, or in a torch collective.
         if not (frame and self._free_at and re.search("-packages/ray/|distributed_c10d", frame.f_code.co_filename)):
             self._free_at = time.monotonic()
         status.waited = time.monotonic() - self._free_at
@@ -143,10 +143,10 @@ class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
 
 
 def use_node_address() -> None:
-    """Have gloo use the interface of the node's address: the host name may stand for one that no other host reaches."""
+    """Have gloo use the interface of the node's address: the host name may resolve to an unreachable one."""
     address = ray.util.get_node_ip_address()
     for name, addresses in psutil.net_if_addrs().items():
-        if address in [one.address for one in addresses]:
+        if address in [entry.address for entry in addresses]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

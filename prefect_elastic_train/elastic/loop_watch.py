@@ -1,4 +1,4 @@
-"""Whether the loops of a worker group go on from the checkpoint that they are offered, save, report, and wait.
+"""Checks of the loops of a worker group: do they go on from their checkpoint, save, report, or wait for other ranks?
 
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
@@ -41,7 +41,7 @@ SILENT_SECONDS = 5.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
-_WAIT_SECONDS = 45.0  # for which a rank waits for the others before it is told of
+_WAIT_SECONDS = 45.0  # after which a rank that waits for the others is reported
 #: Files that are not the user's code.
 _LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # what a loop counts its way with, most significant first
@@ -62,9 +62,9 @@ class HungLoopError(Exception):
 
 
 class LoopFailedError(Exception):
-    """An exception of the train loop as text: its traceback."""
+    """An exception of the train loop as the text of its traceback."""
 
-    _traceback_str = property(Exception.__str__)  # as Ray's exception with a traceback has it
+    _traceback_str = property(Exception.__str__)  # as in Ray's UserExceptionWithTraceback
 
 
 def decisive(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
@@ -111,10 +111,10 @@ def in_full(failure: Exception) -> str:
 
 
 def portable(failure: Any) -> Any:
-    """Return what the loop of this worker raised, None for nothing, in a form that any process can unpickle.
+    """Return the exception of this worker's loop, if any, in a form that any process can unpickle.
 
-    An exception may hold a lock, take other arguments than it was made from, or be of a class that only workers can
-    import. It is sent as text, unless its type decides how training goes on.
+    An exception may hold a lock, need other arguments than it stores, or be of a class that only workers can import. It
+    is sent as text, unless its type decides how training goes on.
     """
     cause = getattr(failure, "_base_exc", failure)
     if is_death(cause) or isinstance(cause, StorageFaultError | None):
@@ -167,8 +167,8 @@ def take_news() -> tuple[Waits, float, str]:
 class Position(NamedTuple):
     """The progress of a worker's session: the age of its first step in seconds, and optimizer steps before it and now.
 
-    The age is taken by the worker's own clock, which may differ from the controller's. ``most_workers`` is for how many
-    workers each step of the session has samples.
+    The age is taken by the worker's own clock, which may differ from the controller's. ``most_workers`` is the
+    number of workers for which a step of the session has samples.
     """
 
     age: float
@@ -186,16 +186,16 @@ def position() -> Position | None:
 
 
 def innermost_frame() -> Any:
-    """Return the frame that runs in the thread of this worker's loop, None where no loop runs."""
+    """Return the innermost frame of the thread of this worker's loop; None if no loop runs."""
     context = train_context()
     thread = context and context.execution_context.training_thread_runner._thread
     return sys._current_frames().get(thread and thread.ident)
 
 
 def line() -> str:
-    """Return the innermost line of this worker's loop that is not a library's."""
+    """Return the innermost line of this worker's loop that is not in a library."""
     stack = traceback.extract_stack(innermost_frame())
-    own = next((one for one in reversed(stack) if not re.search(_LIBRARIES, one.filename)), stack[-1])
+    own = next((frame for frame in reversed(stack) if not re.search(_LIBRARIES, frame.filename)), stack[-1])
     return f"{own.filename}:{own.lineno} in {own.name}: {own.line}"
 
 
@@ -205,9 +205,9 @@ def has_session() -> bool:
 
 
 def stacks() -> str:
-    """Return where this worker's loop is, how far its session is, if it has one, and the stacks of all other threads.
+    """Return the loop's current line, the step of its session, if any, and the stacks of all threads but this one.
 
-    The first line is a predicate, such as ``is at train.py:31 in step: loss.backward()``.
+    The first line continues a sentence: ``is at train.py:31 in step: loss.backward()``.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = {
@@ -216,9 +216,9 @@ def stacks() -> str:
     }
     del threads[threading.get_ident()]
     session = _session()
-    said = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
+    steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
     waits = _WAITING.search("".join(traceback.format_stack(innermost_frame())))
-    return "\n".join([f"{'waits for other ranks' if waits else 'is'} at {line()}", *said, *threads.values()])
+    return "\n".join([f"{'waits for other ranks' if waits else 'is'} at {line()}", *steps, *threads.values()])
 
 
 def _session() -> Any:
@@ -270,7 +270,7 @@ class LoopWatch:
     Attributes:
         ignored: Whether the last loop of which that is known has ignored its checkpoint.
         step: Optimizer steps that the session of the current worker group has done, at the last poll; 0 without one.
-        most_workers: For how many workers the session has samples, as far as that is known.
+        most_workers: Number of workers for which a step of the session has samples, as far as it is known.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
@@ -323,11 +323,11 @@ class LoopWatch:
             self._has_told_wait = True
             lines = ask(self._workers, line, _ANSWER_SECONDS)
             where = "; ".join(
-                f"{ranks_in_words(rank for rank, other in lines.items() if other == found)} at {found}"
-                for found in dict.fromkeys(lines.values())
+                f"{ranks_in_words(rank for rank, other in lines.items() if other == current)} at {current}"
+                for current in dict.fromkeys(lines.values())
             )
-            told = f"ranks wait for others: {where}. All must call ray.train.report() and collectives equally often"
-            self._tell(LoopWarned(problem="ranks-wait", message=told))
+            message = f"ranks wait for others: {where}. All must call ray.train.report() and collectives equally often"
+            self._tell(LoopWarned(problem="ranks-wait", message=message))
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
@@ -368,7 +368,7 @@ class LoopWatch:
     def _tell_unsaved(self) -> None:
         message = (
             f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
-            "checkpoint: whatever ends the workers begins the training from the beginning. Save with "
+            "checkpoint: a restart of the workers starts training from scratch. Save with "
             "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…)), or train in a "
             "prefect_elastic_train.loop.session, which does"
         )

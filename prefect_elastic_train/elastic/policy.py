@@ -51,7 +51,7 @@ _RESERVED_SECONDS = 60
 _WORTH_TELLING_SECONDS = 2.0
 _REPORT_WAITING_SECONDS = 10.0
 _LONG_WAIT_SECONDS = 60.0  # for which no standby worker is kept
-#: Seconds before the deadline of a drain at which the workers learn of it, to save, where they could not go on before.
+#: Seconds before the deadline of a drain at which the workers are notified to save, if no other group could start.
 _SAVE_SECONDS = 60.0
 #: Too little for Ray, which counts in ten-thousandths. Its coordinator counts in binary floating point, and cannot take
 #: 0.2 twenty times from 4.
@@ -70,9 +70,9 @@ def release_reservation(requester_id: str) -> None:
 
 
 def patient_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
-    """Return Ray's watcher of drains, which tells the workers once another group can start, or shortly before the end.
+    """Return a drain watcher that notifies the workers once another group can start, or shortly before the deadline.
 
-    Until then they train on: they could only save, and leave their nodes idle up to the deadline.
+    Until then they train on: once they have saved, their nodes would be idle up to the deadline.
     """
 
     class PatientWatcher(preemption_callback.PreemptionWatcher):  # type: ignore[misc]
@@ -81,7 +81,7 @@ def patient_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
             held = {node_id: len(ranks) for node_id, ranks in self._node_to_ranks.items()}
             possible = may_restart and sizing.possible_workers(cluster_nodes(), demand, held)
             if possible < demand.min_workers and not 0 < deadline < time.time() + _SAVE_SECONDS:
-                drained.clear()  # Ray keeps this as what it has told, and comes again
+                drained.clear()  # Ray notes that nothing was announced, and calls again
             super()._on_drain_change(drained)
 
     return PatientWatcher
@@ -259,8 +259,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         most = callback.loops.most_workers
         if most < self._demand.max_workers:
             logger.warning(
-                "%d worker(s) will train at most, since each needs a sample of every step and the session's "
-                "global_batch has no more. Lower max_workers to that, or begin a run with a larger global_batch",
+                "At most %d worker(s) will train, since a step has no samples for more (global_batch). Lower "
+                "max_workers to that, or begin a run with a larger global_batch",
                 most,
             )
             self._demand = replace(self._demand, max_workers=most)

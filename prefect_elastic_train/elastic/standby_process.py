@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 
 from prefect_elastic_train.elastic.warming import WORKER_MODULES, import_ahead, step_of_torch
 
-_GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
+_GONE_SECONDS = 10.0  # for which a worker waits for the exit of those that had its devices
 
 
 def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetadata]:
@@ -50,17 +50,17 @@ def own_devices() -> dict[str, list[Any]]:
 
 
 def wait_for_devices(before: list[tuple[str, int]]) -> None:
-    """Wait for the end of the processes that had this one's devices ``before``, each with its node.
+    """Wait for the exit of the processes that had this one's devices ``before``, given as node and process id.
 
-    Their memory is free then, which may take a driver of GPUs seconds.
+    That frees the devices' memory, which may take a GPU driver seconds.
     """
     if own_devices():
         node_id = ray.get_runtime_context().get_node_id()
-        psutil.wait_procs([one for one in psutil.process_iter() if (node_id, one.pid) in before], _GONE_SECONDS)
+        psutil.wait_procs([other for other in psutil.process_iter() if (node_id, other.pid) in before], _GONE_SECONDS)
 
 
 def use_devices(devices: dict[str, list[Any]]) -> None:
-    """Have Ray say that these are this process's own; raise if it does not see them."""
+    """Have Ray report these devices as this process's own; raise if the process does not see them."""
     if devices:
         torch: Any = sys.modules.get("torch")
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

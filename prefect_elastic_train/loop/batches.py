@@ -76,8 +76,8 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
     torch = sys.modules.get("torch")
     for name in options.keys() & {"batch_size", "sampler", "batch_sampler"}:
         raise TypeError(
-            f"{name}={options[name]!r}: the session chooses the samples of each batch. Set its global_batch, over all "
-            "workers, and micro_batch for the most samples of a worker's batch"
+            f"{name}={options[name]!r}: the session chooses the samples of each batch. Set its global_batch (of all "
+            "workers), and micro_batch to limit a worker's batch"
         )
     parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
     if torch is not None and (options or any(isinstance(part, torch.utils.data.Dataset) for part in parts)):
@@ -91,11 +91,11 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
         try:
             yield from loader
         except (EOFError, OSError, RuntimeError) as error:
-            if "Caught " in str(error) or not loader.num_workers:  # the dataset's own
+            if "Caught " in str(error) or not loader.num_workers:  # an error of the dataset
                 raise
             raise RuntimeError(
                 f"a data loading process was killed or has crashed (out of memory?): {type(error).__name__}: {error}. "
-                "Give the workers more memory, or fewer num_workers"
+                "Give the workers more memory, or lower num_workers"
             ) from None
     elif options:
         raise TypeError(

@@ -24,7 +24,7 @@ class Notice:
     """What this worker process knows of a coming restart: it works for one training."""
 
     growth: int = 0  # the number of the announced one; 0 while none is
-    answered: dict[bool, Any] = field(default_factory=dict)  # with yes already, to a session (True) and to the loop
+    answered: dict[bool, Any] = field(default_factory=dict)  # last notice that a session (True) or the loop has got
     asked_to_save: bool = False  # and has not reported since
     free_questions: int = 0  # that need no broadcast any more
     questions: int = 0  # that the last broadcast set free

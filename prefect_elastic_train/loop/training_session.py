@@ -82,7 +82,7 @@ class Session(AbstractContextManager["Session"]):
     Attributes:
         done, end: Optimizer steps that are done, by all worker groups of the run, and that are when the loop ends.
         rank, world_size: This worker's rank, and how many there are.
-        most_workers: For how many workers each step has samples; with more, a session is refused.
+        most_workers: Number of workers for which a step has samples; with more, a session is refused.
         weight: The weight of this rank's mean over the current batch. Means that are multiplied by it, summed over the
             batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
         samples: The indices of the current batch's samples.
@@ -280,7 +280,7 @@ class Session(AbstractContextManager["Session"]):
                 self._has_score, self._scored_at = self._scores_in_a_row <= _SAVED_IN_A_ROW, self.done
                 if self._scores_in_a_row == _SAVED_IN_A_ROW + 1 and value is None and self.rank == 0:
                     logger.warning("%s is None at each step: leave it out where nothing is evaluated", name)
-            with suppress(Exception):  # anything but an array with a single number
+            with suppress(Exception):  # not an array with a single number
                 value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
             if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
                 wide = value.detach() if hasattr(value, "detach") else value

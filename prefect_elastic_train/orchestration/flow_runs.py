@@ -240,9 +240,9 @@ def is_ending(flow: FlowRunContext) -> bool:
 
 
 def end_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
-    """Have this process end with the one that executes the flows, if that has started it as the worker of a pool.
+    """Exit with the process that executes the flows, if this one is a worker of its process pool.
 
-    Such a worker does not notice that its flow process was killed, and would train on.
+    Such a worker would not notice that its flow process was killed, and train on.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and (not flows or any(flow.detached for flow in flows)):
@@ -251,7 +251,7 @@ def end_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
 
 @cache
 def _end_with(parent: BaseProcess) -> None:
-    """Kill this process once its parent has exited: the guard ends what it leaves, as that of a flow process."""
+    """Exit once the parent has exited; the guard then cleans up, as after a flow process."""
 
     def wait() -> None:
         parent.join()
@@ -261,10 +261,10 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> str:
-    """Return the outermost of these flow runs, the last, whose state is an end for their trainings; empty if none."""
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": flow_run_ids}}))
-    ended = {str(one.id) for one in found if wants_an_end(one.state)}
-    return next((one for one in reversed(flow_run_ids) if one in ended), "")
+    """Return the outermost (last) of these flow runs whose state ends their trainings; empty if there is none."""
+    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": flow_run_ids}}))
+    ended = {str(flow_run.id) for flow_run in flow_runs if wants_an_end(flow_run.state)}
+    return next((flow_run_id for flow_run_id in reversed(flow_run_ids) if flow_run_id in ended), "")
 
 
 class FlowRunWatch:
@@ -296,4 +296,4 @@ class FlowRunWatch:
                     seconds = self._interval
                 except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                     logger.debug("cannot read the state of the flow run: %s", error)
-                    seconds = min(2 * seconds, 4 * self._interval)  # it may be for a rate limit
+                    seconds = min(2 * seconds, 4 * self._interval)  # perhaps a rate limit

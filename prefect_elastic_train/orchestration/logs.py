@@ -21,9 +21,9 @@ _MAX_LINE = 8000
 _WINDOW_SECONDS = 10.0
 #: Lines a second of rank 0, which is to be read in full.
 _IN_FULL = 1000.0
-#: Between two lines about checkpoints, unless something happens, and two states of a progress bar.
+#: Seconds between two lines about checkpoints, unless something happens, and between two states of a progress bar.
 _COMMITS_SECONDS = 30.0
-#: Between two lines about what a training waits in.
+#: Seconds between two lines about the operation that a training waits for.
 _STANDING_SECONDS = 60.0
 
 
@@ -66,7 +66,7 @@ class RunLog(ev.EventHandler):
         #: By node and process id, and by ":" and the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
-        self.raised = ""  # what the loop raised in the attempt's last failure, with tracebacks, by rank
+        self.raised = ""  # the loop's exceptions in the attempt's last failure, with tracebacks, by rank
         #: Where a restart begins, as far as is known, and since when there is nobody to train; 0: somebody does.
         self._checkpoint, self._stopped_at, self._last_at = "", 0.0, 0.0
         #: The commits that no line has told of, and when the newest was that a line has told of.
@@ -83,7 +83,7 @@ class RunLog(ev.EventHandler):
         *overwritten, rest = rest.rstrip("\r").split("\r")
         name, _, message = rest.partition(": ")
         level = logging.getLevelName(name)
-        if isinstance(level, int):  # as silence_ray_train() has the loop's log records printed
+        if isinstance(level, int):  # the format that silence_ray_train() sets
             rest = message
         else:
             level = INFO
@@ -209,7 +209,7 @@ class RunLog(ev.EventHandler):
             self.note(f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}", WARNING)
 
     def on_controller_alive(self, event: ev.ControllerAlive) -> None:
-        # What the driver does is in words, a state of Ray's controller in capitals.
+        # Operations of the driver are in lower case, states of Ray's controller in capitals.
         if event.doing.islower() and event.seconds % _STANDING_SECONDS < ev.ALIVE_SECONDS < event.seconds:
             self.note(f"The training has been {event.doing} for {event.seconds:.0f} s", WARNING)
 

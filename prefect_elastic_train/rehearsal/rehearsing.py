@@ -39,7 +39,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
-_LATER = 3.0  # times so long there are further trainings, for faults that are left; then all is cut off
+_LATER = 3.0  # times the duration, within which faults that are left are played; then all is cut off
 #: Device files: one for each NVIDIA GPU; and those of GPUs that are not counted here (other makes, parts of a GPU).
 _GPUS = "/dev/nvidia[0-9]*"
 _UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
@@ -74,13 +74,12 @@ def rehearse(
         scaling: The ``ElasticScaling`` block, or the name of one, for what a worker gets and how few may go on.
         workers: How many train undisturbed.
         faults: Which are played: some of "worker", "driver", "freeze", "storage", "node", "drain" and "growth".
-        minutes: For all of it where starts are quick. After three times that, what is left is cut off and the
-            certificate is not passed. A fault has two minutes to be recovered from, and more where the loop reports
-            rarely.
+        minutes: Duration of the rehearsal if starts are quick. After three times that, the rest is cut off and the
+            certificate is not passed. Recovery from a fault may take two minutes, and more if the loop reports rarely.
         seed: Of the schedule.
         tolerance: How far the state may be from the undisturbed one's soon after the number of workers has changed,
             relative to its norm. Dropout, whose random numbers are others on other ranks, needs 0.1, bfloat16 0.01.
-        save_to: Folder for the certificate as JSON and as a page, also of a rehearsal that fails or is interrupted.
+        save_to: Folder for the certificate as JSON and as a page, also if the rehearsal fails or is interrupted.
             None: it is not written.
         tell: Called with each line of progress.
         on_line: Called with each line of output of the drivers and workers: source and text.

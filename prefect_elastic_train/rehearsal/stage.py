@@ -53,7 +53,7 @@ class Stage:
         #: Whether the training goes on while a node is missing.
         self.can_shrink = scaling.min_workers < scaling.max_workers
         self.nodes: Nodes
-        self.ends_at = math.inf  # seconds since the epoch, when a training is cut off
+        self.ends_at = math.inf  # seconds since the epoch at which a training is cut off
 
     def open(self) -> None:
         """Start the cluster."""

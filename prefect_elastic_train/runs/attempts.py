@@ -37,7 +37,7 @@ class Begun:
 
     attempt: int
     point: ResumePoint
-    counted: int  # how many attempts of this flow run count, this one included
+    counted: int  # number of attempts of this flow run that count, this one included
     restarts_left: int  # how many may follow without any progress that makes up for them
     notes: list[str]  # what the user should know: repairs, changed configuration, a driver that was ended
     run_id: str
@@ -154,7 +154,7 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
         if was_mine or (is_beside and not (last and last.ended) and is_alive(run.store, owner)):
             raise refusal(
                 f"the newest attempt of run {name!r} in {run.uri} was begun by another "
-                f"{'training' if is_beside else 'process'} of the same flow run, and this one takes nothing over. "
+                f"{'training' if is_beside else 'process'} of the same flow run, so this one stops. "
                 "Trainings that run at the same time need a run_name each",
                 Outcome.INVALID if is_beside else Outcome.SUPERSEDED,
             )
@@ -213,7 +213,7 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
 def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
     """Count this flow run's attempts since the last end that nobody restarts, and the restarts left after the next.
 
-    Those do not count after which others have trained long enough, up to commits. Fail if a budget is used up.
+    An attempt stops counting once later ones have committed enough training. Fail if a budget is used up.
     """
     failures, lineage = spec.failures, run.lineage
     newest = sys.maxsize, 0
@@ -223,7 +223,7 @@ def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
         record, ended = attempt.record, attempt.ended
         if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
-        if 0 < failures.forgive_after_seconds <= trained:  # which holds for all before it, too
+        if 0 < failures.forgive_after_seconds <= trained:  # this holds for all earlier attempts, too
             break
         while newest[0] > attempt.number:
             newest = next(lineage, SEED_COMMIT)

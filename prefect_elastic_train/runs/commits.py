@@ -74,13 +74,13 @@ class CommitLog:
         self._store = store
         self._attempt = attempt
         self._manifest: dict[str, dict[str, int]] = {}  # of all checkpoints that are kept
-        self._whole = 0  # the last commit that lists them all
-        self._own: dict[int, int] = {}  # by commit that is kept, the one that it adds to, or itself
+        self._full = 0  # sequence of the last full commit, which lists them all
+        self._own: dict[int, int] = {}  # by kept commit, the full one that it builds on, or itself
 
-    def commit(self, data: bytes, is_whole: bool = True) -> CommitRecord:
+    def commit(self, data: bytes, is_full: bool = True) -> CommitRecord:
         """Make Ray's snapshot, as Ray writes it, durable together with the files that its checkpoints consist of.
 
-        One that is not whole lists only the checkpoints after those of the last whole one, all of which stay.
+        An incremental commit lists only the checkpoints after those of the last full one, all of which are kept.
 
         Raises:
             FencedOffError: Another attempt has taken over; a commit that was already written counts for nothing.
@@ -90,7 +90,7 @@ class CommitLog:
         if snapshot is None:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
         check_fence(self._store, self._attempt)
-        if not self._whole:
+        if not self._full:
             run = RunDirectory(self._store, self._attempt)
             newest = run.newest_commit
             self._manifest = newest.manifest if newest is not None else {}
@@ -100,24 +100,24 @@ class CommitLog:
             attempt=self._attempt,
             sequence=max(self._own, default=0) + 1,
             trained=trained_seconds(),
-            snapshot=snapshot if is_whole else {"added": {**snapshot, "since": self._whole}},
+            snapshot=snapshot if is_full else {"added": {**snapshot, "since": self._full}},
             manifest=manifest,
         )
         while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
             record = record.model_copy(update={"sequence": record.sequence + 1})
         check_fence(self._store, self._attempt)
-        if is_whole:
+        if is_full:
             self._store.replace(layout.SNAPSHOT, data)
-            self._whole, self._manifest = record.sequence, {}
+            self._full, self._manifest = record.sequence, {}
         self._manifest |= manifest
-        self._own[record.sequence] = self._whole
+        self._own[record.sequence] = self._full
         for sequence in self._own.keys() - chain(*[*self._own.items()][-_COMMITS_KEPT:]):
             self._store.delete(layout.commit_name(self._attempt, sequence))
             del self._own[sequence]
         return record
 
     def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Return the manifest of the checkpoints, of earlier ones as an earlier commit had it."""
+        """Return the manifest of the checkpoints; earlier ones are taken from an earlier commit."""
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:

@@ -19,7 +19,7 @@ _WRITE_SECONDS = 2.0
 #: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
-#: The first line of a segment with an ``r`` in its name is what was before it.
+#: The first line of a segment with an ``r`` in its name is a summary of all before it.
 _SEGMENT = re.compile(r"(\d{4,})-(\d{3,})(r?)\.jsonl")
 _RECALLED = b'"kind":"run_recalled"'
 
@@ -27,11 +27,11 @@ _RECALLED = b'"kind":"run_recalled"'
 def read_history(store: RunStore, recent: bool = False) -> Iterator[ev.Event]:
     """Yield the events of all attempts in order; a torn line is passed over.
 
-    The recent ones begin with the newest :class:`RunRecalled`, which has what was before; all if there is none.
+    The recent ones begin with the newest :class:`RunRecalled`, a summary of all before; all if there is none.
     """
     found = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
     segments = sorted(found, key=lambda match: (int(match[1]), int(match[2])))
-    for segment in segments[max((at for at, one in enumerate(segments) if recent and one[3]), default=0) :]:
+    for segment in segments[max((index for index, match in enumerate(segments) if recent and match[3]), default=0) :]:
         lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
         yield from (event for event in map(ev.decode_event, lines) if event is not None)
 

@@ -50,8 +50,8 @@ def check_run_name(name: str) -> str:
     """Return the name if every store can hold it as a folder, else refuse it with the rule."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
-            f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, blanks and '._-=,', "
-            "beginning with a letter or digit, without '..' or a blank at the end"
+            f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, spaces and '._-=,', "
+            "beginning with a letter or digit, without '..' or a space at the end"
         )
     return name
 
@@ -98,7 +98,7 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
 
 
 def entries(config: Any) -> dict[str, Any]:
-    """Return the values of a loop's configuration by name; one that has no named values as a single value."""
+    """Return the values of a loop's configuration by name; one without named values is a single value."""
     config = config or {}  # as in Ray Train
     if isinstance(config, Mapping | BaseModel):
         return dict(config)

@@ -35,7 +35,7 @@ from prefect_elastic_train.storage.store import RunStore
 
 SEED_COMMIT = (0, 0)  # attempt and number of the commit that a run begins with that starts from another's checkpoint
 PRUNER = "elastic-train runs prune"  # whose the attempt is that holds a run while `elastic-train runs prune` deletes it
-#: Attempts, or commits, in which is looked up what the newest ones say, however many there are.
+#: Number of newest attempts, or commits, that are read where older ones do not matter.
 RECENT = 10
 _RAYS_NAME = re.compile(r"checkpoint_\d")  # how Ray Train calls a checkpoint that the loop gives no name
 _ATTEMPT = re.compile(r"(\d{4,})\.json")
@@ -257,7 +257,7 @@ class RunDirectory:
         }
 
     def attempt(self, number: int) -> Attempt:
-        """Return how an attempt began and ended."""
+        """Return an attempt with the records of its beginning and end."""
         ended = decode(EndedRecord, self.read(layout.ended_name(number)))
         return Attempt(number=number, record=self.attempt_record(number), ended=ended)
 
@@ -266,25 +266,25 @@ class RunDirectory:
         return decode(AttemptRecord, self.read(layout.attempt_name(number)))
 
     def commit(self, number: tuple[int, int]) -> CommitRecord | None:
-        """Return a commit with all that it lists; None if it is torn.
+        """Return a commit, an incremental one joined with its full commit; None if it is torn.
 
         Raises:
-            AttemptFailedError: The one that it adds to is torn or missing; outcome ``invalid``.
+            AttemptFailedError: The full commit is torn or missing; outcome ``invalid``.
         """
         record = decode(CommitRecord, self.read(layout.commit_name(*number)))
         if record is None:
             return None
         if added := record.snapshot.get("added"):
-            whole = self.commit((number[0], added["since"]))
-            if whole is None:  # then nothing tells which other checkpoints are needed
+            full = self.commit((number[0], added["since"]))
+            if full is None:  # then the other checkpoints that are needed are unknown
                 raise refusal(
                     f"commit {layout.commit_label(number)} of {self.uri} adds to commit {added['since']} of its "
                     f"attempt, which is torn or missing in {layout.COMMITS}. Nothing was touched. Bring that file back "
-                    "or, to go on from the attempt before, move the commits and the checkpoints of this one away"
+                    "or, to go on from the attempt before, move this attempt's commits and checkpoints away"
                 )
             for name in ("checkpoint_results", "checkpoint_report_indices"):
-                added[name] = whole.snapshot[name] + added[name]
-            record = record.model_copy(update={"snapshot": added, "manifest": whole.manifest | record.manifest})
+                added[name] = full.snapshot[name] + added[name]
+            record = record.model_copy(update={"snapshot": added, "manifest": full.manifest | record.manifest})
         return record if snapshots.fits_together(record.snapshot) else None
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
@@ -329,7 +329,7 @@ class RunDirectory:
         repairs: list[str] = []
         seen: set[tuple[int, int]] = set()
         overtaken = (number for number in reversed(self.commits) if whole and seen and number not in seen)
-        for number in itertools.chain(self.lineage, overtaken):  # read one by one: the first is mostly whole
+        for number in itertools.chain(self.lineage, overtaken):  # read one by one: usually the first is whole
             seen.add(number)
             later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
             lost.update(name for record in later if record is not None for name in record.dropped)

@@ -40,7 +40,7 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     if json.dumps(run.mirror) == text:  # a metric may be NaN, which equals nothing
         return []
     store.replace(layout.SNAPSHOT, text.encode())
-    # A copied checkpoint comes without Ray's file, and that is not written by commits of what was added.
+    # A copied checkpoint comes without Ray's file, and incremental commits do not write it.
     if point.repairs or "since" in point.snapshot or (not is_there and point.base == SEED_COMMIT):
         return []
     return ["Ray's snapshot was torn, missing or not the newest commit's, and was written anew from that"]

@@ -24,7 +24,7 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 Answer = TypeVar("Answer")
 
 _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-_TELL_SECONDS = 3.0  # an operation that has failed, or stood, for so long is told
+_TELL_SECONDS = 3.0  # an operation that has failed or hung for so long is reported
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Waits:
 # Of the process, for whoever waits is the process: how many operations wait now, since when, and what was before.
 _lock = threading.Lock()
 _waiting, _since, _waits = 0, 0.0, Waits()
-#: When each operation began that goes on. On a hard mount whose server does not answer, none succeeds or fails.
+#: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
 _begun: dict[object, float] = {}
 
 
@@ -57,7 +57,7 @@ def take_waits() -> Waits:
 
 
 def waiting_since() -> float | None:
-    """Return when the oldest operation began, on the monotonic clock; None if none has gone on for some seconds."""
+    """Return the start of the oldest operation, on the monotonic clock; None if none has run for some seconds."""
     oldest = min([*_begun.values()], default=math.inf)
     return oldest if time.monotonic() - oldest > _TELL_SECONDS else None
 

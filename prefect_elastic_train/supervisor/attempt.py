@@ -105,7 +105,7 @@ class Driver(ABC):
         """The end of an attempt that gave no sign of life for too long, else None."""
         limit = self.follower.settings.liveness_timeout_seconds
         now = time.monotonic()
-        if now - self._looked_at > limit / 2:  # this process stood still: what the driver has sent since lies unread
+        if now - self._looked_at > limit / 2:  # this process was suspended: heartbeats are still unread
             self._alive_at = now
         self._looked_at = now
         if now - self._alive_at <= limit:

@@ -66,8 +66,8 @@ def serve(framework: str, threads: str) -> dict[str, Any]:
                     if is_same and os.fork() == 0:
                         listener.close()
                         try:
-                            connection.sendall(b".")  # by the child: where none is forked, nobody answers
-                        except OSError:  # it was not waited for
+                            connection.sendall(b".")  # by the child: if none was forked, there is no answer
+                        except OSError:  # nobody waits for it any more
                             os._exit(0)
                         return {**request, "descriptors": [os.dup(one) for one in descriptors]}
                 finally:

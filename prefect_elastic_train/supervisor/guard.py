@@ -8,8 +8,8 @@ write their title over their environment, and are known by that title and the fo
 before anything else and holds the other end of a pipe to its standard input. When the pipe closes without a word, or
 the flow process is no longer its parent, that is gone: the guard ends the driver, all that is marked, and the folder.
 
-Until then it marks all files of the folder as used each hour, since cleaners of /tmp remove what nobody has used for
-some days; and it removes the logs of Ray's workers that have exited.
+Until then it updates the timestamps of all files in the folder each hour, since cleaners of /tmp remove files that were
+not used for some days, and removes the logs of Ray's workers that have exited.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(folder: str, parent: int) -> None:
                 return
             break
         if time.monotonic() % _TEND_SECONDS < _POLL_SECONDS:
-            with suppress(OSError):  # a file has vanished meanwhile: the rest comes the next time
+            with suppress(OSError):  # a file has vanished meanwhile: the rest is done the next time
                 for log in Path(folder).glob("r0/session_*/logs/*worker-*"):  # whose names end in a process id
                     if not psutil.pid_exists(int(re.findall(r"\d+", log.name)[-1])):
                         log.unlink()

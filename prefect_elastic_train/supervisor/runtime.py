@@ -258,7 +258,7 @@ class Runtime:
     def _prepare(self) -> tuple[Path, dict[str, str]]:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
         if self._folder is None:
-            base = os.path.realpath(tempfile.gettempdir())  # as Ray's processes name the folder that they work in
+            base = os.path.realpath(tempfile.gettempdir())  # as in the working directories of Ray's processes
             if len(base) > _MAX_FOLDER_CHARACTERS:
                 base = os.path.realpath("/tmp")
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=base))
@@ -294,7 +294,7 @@ class LocalCluster:
     def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
         self.folder = folder
         self._claims = claims
-        # Without a number Ray counts by itself, and knows of the limits of a container.
+        # Without a number Ray counts the CPUs itself, container limits included.
         self._num_cpus = spec.cluster.num_cpus
         if spec.request.cpus_beside:
             self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + spec.request.cpus_beside

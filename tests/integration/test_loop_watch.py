@@ -76,7 +76,7 @@ def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_i
     result = flow.completed(120)
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
     assert is_right(result["checkpoint_uri"], steps=10)
-    assert "in sleep_once time.sleep(seconds)" in flow.log, "the line of the loop is what its error begins with"
+    assert "in sleep_once time.sleep(seconds)" in flow.log, "the error begins with the line of the loop"
 
 
 @pytest.mark.parametrize("loop", ["loops:leaving_loop", "loop_without_import:loop"])
@@ -108,10 +108,10 @@ def test_ranks_that_wait_for_others_are_told_within_a_minute_with_their_lines(st
         failures={"stall_timeout_seconds": 60, "max_failures": 0, "driver_restarts": 0},
     )
     assert flow.wait(240)["state"] == "FAILED", "the stall time-out has ended it"
-    (told,) = _warnings(flow.run)
-    assert told["problem"] == "ranks-wait"
+    (warning,) = _warnings(flow.run)
+    assert warning["problem"] == "ranks-wait"
     line = r"at \S+/loops\.py:\d+ in waiting_loop: "
-    assert re.search(rf"rank 0 {line}ray\.train\.report.*; rank 1 {line}time\.sleep", told["message"])
+    assert re.search(rf"rank 0 {line}ray\.train\.report.*; rank 1 {line}time\.sleep", warning["message"])
     assert "Ranks wait for others: rank 0 at " in flow.log
 
 

@@ -1,4 +1,4 @@
-"""A loop whose module ends each worker that imports it."""
+"""A loop whose module exits in each worker that imports it."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def remotely_failing_loop(config: dict[str, Any]) -> None:
 
 
 class LockedRowError(Exception):
-    """An exception that can neither be pickled nor made again from its message."""
+    """An exception that cannot be pickled, nor created from its message."""
 
     def __init__(self, table: str, row: int) -> None:
         super().__init__(f"row {row} of {table} is locked")
@@ -242,13 +242,13 @@ class LockedRowError(Exception):
 
 
 def locked_failing_loop(config: dict[str, Any]) -> None:
-    """Raise what no other process can be sent."""
+    """Raise an exception that cannot be sent to another process."""
     write_ledger(config["ledger"], rank=0, step=1)
     raise LockedRowError("labels", 17)
 
 
 def numpy_loop(config: dict[str, Any]) -> Any:
-    """Report what numpy's functions return, with a checkpoint to be validated, and return what cannot be sent."""
+    """Report numpy values, with a checkpoint to be validated, and return an object that cannot be pickled."""
     import numpy as np
     import ray.train
 
@@ -259,7 +259,7 @@ def numpy_loop(config: dict[str, Any]) -> Any:
 
 
 def validate_with_numpy(checkpoint: Any) -> dict[str, Any]:
-    """Return what numpy's functions return."""
+    """Return numpy values as metrics."""
     import numpy as np
 
     return {"accuracy": np.float64(0.75), "right": np.int64(3)}
@@ -288,7 +288,7 @@ def dataset_loop(config: dict[str, Any]) -> None:
 
 
 def validated_loop(config: dict[str, Any]) -> None:
-    """Report three checkpoints to be validated, and note in the ledger how many are within a minute."""
+    """Report three checkpoints, and write into the ledger how many are validated within a minute."""
     import ray.train
     from ray.train.v2.api.report_config import CheckpointConsistencyMode
 
@@ -302,9 +302,9 @@ def validated_loop(config: dict[str, Any]) -> None:
 
 
 def placing_loop(config: dict[str, Any]) -> None:
-    """Put a checkpoint into the run directory by itself, and one by an upload function, each rank a file.
+    """Write one checkpoint directly into the run directory, and one in an upload function; each rank writes a file.
 
-    Config: ``mixed`` (the second rank has Ray upload its part of the first instead).
+    Config: ``mixed`` (the second rank has Ray upload its part of the first checkpoint instead).
     """
     import ray.train
     from ray.train import Checkpoint
@@ -361,12 +361,12 @@ def habitual_loop(config: dict[str, Any]) -> None:
 
 
 def leaving_loop(config: dict[str, Any]) -> None:
-    """End the process of its worker in the first line."""
+    """Exit the worker process in the first line."""
     os._exit(3)
 
 
 def waiting_loop(config: dict[str, Any]) -> None:
-    """Have rank 0 alone report, which it does in vain."""
+    """Have only rank 0 report, so that it waits for the others."""
     import ray.train
 
     if ray.train.get_context().get_world_rank() == 0:

@@ -1,4 +1,4 @@
-"""A backend of one's own: it does something on each worker before the loop begins."""
+"""A custom backend: it sets a variable in each worker before the loop begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "TESTS_OWN_BACKEND"
 
 @dataclass
 class OwnConfig(BackendConfig):
-    """What Ray Train takes as ``backend_config``."""
+    """A ``backend_config`` for Ray Train."""
 
     value: str = "set"
 
@@ -27,12 +27,12 @@ class OwnBackend(Backend):
     """Sets a variable in each worker."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Set it before the loop begins."""
+        """Set the variable before the loop begins."""
         worker_group.execute(os.environ.__setitem__, VARIABLE, backend_config.value)
 
 
 def loop() -> None:
-    """Report what the backend has set."""
+    """Report the variable that the backend has set."""
     import ray.train
 
     ray.train.report({"variable": os.environ.get(VARIABLE, "")})

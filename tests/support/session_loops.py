@@ -149,8 +149,8 @@ def array_loop(config: dict[str, Any]) -> None:
     """Add up the samples of each step, the same on all ranks; a plain function without Ray, too.
 
     Config: ``steps``, ``save_every``, ``weights`` and ``ledger`` as those of :func:`torch_loop`; ``global_batch``
-    (default: 8); ``sleep`` (seconds of a step); ``upload_seconds`` (how much longer the other ranks than the first take
-    to store a checkpoint once their node is drained); ``dies`` (whether they die in the middle of that instead).
+    (default: 8); ``sleep`` (seconds of a step); ``upload_seconds`` (by which ranks other than 0 are slower to store a
+    checkpoint once their node is drained); ``dies`` (True: they die in the middle of that instead).
     """
     where = _where() if "ledger" in config else {"rank": 0}
     if where["rank"]:

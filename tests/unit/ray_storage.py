@@ -81,7 +81,7 @@ class Ray:
         asyncio.run(register())
 
     def validate(self, checkpoint: Checkpoint, **metrics: Any) -> None:
-        """Take the metrics of a validation that has succeeded."""
+        """Register the metrics of a successful validation."""
 
         async def update() -> None:
             validated = (metrics, ReportedCheckpointStatus.VALIDATED)

@@ -380,7 +380,7 @@ def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_lo
             break
         begun = begin(store, wanted)
         assert begun.restarts_left == restarts_left
-        assert begun.counted == 2 - restarts_left, "one that is made up for is counted no more"
+        assert begun.counted == 2 - restarts_left, "an attempt that later ones make up for no longer counts"
         Training(store, number).report(f"checkpoint-{number}")
         commit = CommitRecord.model_validate_json(store.read(layout.commit_name(number, 1)) or b"")
         store.replace(layout.commit_name(number, 1), encode(commit.model_copy(update={"trained": 100.0})))

@@ -285,13 +285,13 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
 def test_a_driver_shows_since_when_its_storage_neither_answers_nor_fails(
     driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, standing = tmp_path / "output", tmp_path / "mnist" / "standing"
+    output, standing = tmp_path / "output", tmp_path / "mnist" / "standing"
     monkeypatch.setattr(retries, "_TELL_SECONDS", 0.2)
     standing.parent.mkdir(exist_ok=True)
-    os.mkfifo(standing)  # whoever reads it stands until somebody writes, as on a hard mount whose server is away
+    os.mkfifo(standing)  # a reader hangs until somebody writes, as on a hard mount whose server is away
     reading = threading.Thread(target=driver.store.read, args=["standing"])
     reading.start()
-    wait_for(lambda: '"doing":"waiting for the storage"' in told.read_text(), 10, "what it waits for")
+    wait_for(lambda: '"doing":"waiting for the storage"' in output.read_text(), 10, "the heartbeat")
     standing.write_bytes(b"there it is")
     reading.join(10)
     assert retries.waiting_since() is None

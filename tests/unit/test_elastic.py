@@ -354,8 +354,8 @@ def test_a_start_of_workers_that_does_not_end_is_logged_and_then_given_up_for_wa
     def doings() -> list[str]:
         return [event.doing for event in another.events if isinstance(event, ev.ControllerAlive)]
 
-    wait_for(lambda: "SCHEDULING" in doings() and "starting workers" in doings()[-1], 5, "that it is told")
-    wait_for(lambda: "No worker trains after" in caplog.text, 5, "that it is logged")
+    wait_for(lambda: "SCHEDULING" in doings() and "starting workers" in doings()[-1], 5, "a heartbeat with it")
+    wait_for(lambda: "No worker trains after" in caplog.text, 5, "the warning")
     assert "raylet.out" in caplog.text
     time.sleep(1.0)
     silent_since = len(doings())

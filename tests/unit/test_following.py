@@ -253,9 +253,9 @@ def test_the_private_folder_is_where_paths_are_short_also_if_a_short_link_leads_
         supervisor.follow("print(sys.argv[1], flush=True)")
     finally:
         link.unlink()
-    [(_, told)] = supervisor.lines
-    assert len(told) < 50
-    assert Path(told).is_relative_to(os.path.realpath("/tmp"))
+    [(_, folder)] = supervisor.lines
+    assert len(folder) < 50
+    assert Path(folder).is_relative_to(os.path.realpath("/tmp"))
 
 
 def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(
     assert [one.name for one in tmp_path.glob("late*")] == ["late.py"], "its launcher has become that worker by itself"
 
 
-#: A fork server on a machine that takes no further process while there is a file of that name.
+#: A fork server that cannot fork while there is a file "crowded".
 _CROWDED = """
 import os, runpy, sys
 fork = os.fork
@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_be_forked_boots_by_itself(environment: dict[str, s
     with subprocess.Popen([sys.executable, "-c", _CROWDED], env=environment, cwd=tmp_path) as server:
         try:
             wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
-            _worker(environment, tmp_path)  # with the imports done, nothing else makes the next one boot by itself
+            _worker(environment, tmp_path)  # the first request, which does the imports
             assert _worker(environment, tmp_path)["parent"] == server.pid
             (tmp_path / "crowded").touch()
             assert _worker(environment, tmp_path)["parent"] == os.getpid()
@@ -176,9 +176,9 @@ def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_kil
 
 def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(tmp_path: Path) -> None:
     for given, all_of_them in ((4, 6), (0, len(os.sched_getaffinity(0)) + 2)):
-        told = spec(cluster=ClusterSettings(num_cpus=given))
-        told = replace(told, request=replace(told.request, cpus_beside=2))
-        command = LocalCluster(told, tmp_path, {**os.environ}, DeviceClaims())._command("1", tmp_path)
+        asked = spec(cluster=ClusterSettings(num_cpus=given))
+        asked = replace(asked, request=replace(asked.request, cpus_beside=2))
+        command = LocalCluster(asked, tmp_path, {**os.environ}, DeviceClaims())._command("1", tmp_path)
         assert f"--num-cpus={all_of_them}" in command
 
 

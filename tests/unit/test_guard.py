@@ -1,4 +1,4 @@
-"""What the guard does while its flow process lives; what it does after that needs real processes of a training."""
+"""The guard while its flow process lives; its later work is tested with real processes of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONG_AGO = 1_000_000_000
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A private folder that a guard tends several times a second."""
+    """A private folder that a guard maintains several times a second."""
     guard = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stdin=subprocess.PIPE)
     yield tmp_path
     guard.communicate(DISMISSED, timeout=10)
@@ -42,7 +42,7 @@ def test_the_files_of_a_training_do_not_grow_old_for_cleaners_and_what_links_lea
         os.utime(file, (_LONG_AGO, _LONG_AGO))
     (folder / "link").symlink_to(foreign)
     (folder / "link to nothing").symlink_to(folder / "nothing")
-    wait_for(lambda: _LONG_AGO not in (token.stat().st_mtime, socket_like.stat().st_atime), 20, "a look")
+    wait_for(lambda: _LONG_AGO not in (token.stat().st_mtime, socket_like.stat().st_atime), 20, "new timestamps")
     assert foreign.stat().st_atime == _LONG_AGO
 
 
@@ -54,9 +54,9 @@ def test_of_rays_logs_those_of_workers_that_have_exited_are_removed_and_no_other
     names = ["worker-45f5-01000000-{}.out", "worker-45f5-01000000-{}.err", "python-core-worker-45f5_{}.log"]
     kept = [logs / "raylet.out", logs.parent / "artifacts" / "logs" / f"worker-{dead}.out"]
     kept += [logs / name.format(living) for name in names]
-    gone = [logs / name.format(dead) for name in names]
-    for file in [*kept, *gone]:
+    removed = [logs / name.format(dead) for name in names]
+    for file in [*kept, *removed]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("a line")
-    wait_for(lambda: not any(file.exists() for file in gone), 20, "their end")
+    wait_for(lambda: not any(file.exists() for file in removed), 20, "their removal")
     assert [file for file in kept if not file.exists()] == []

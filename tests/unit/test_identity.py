@@ -43,7 +43,7 @@ def test_a_name_that_is_no_folder_everywhere_is_refused_with_the_rule(name: Any)
     with pytest.raises(ConfigurationError) as refused:
         check_run_name(name)
     assert repr(name) in str(refused.value)
-    assert "letters, digits, blanks and '._-=,'" in str(refused.value)
+    assert "letters, digits, spaces and '._-=,'" in str(refused.value)
 
 
 def test_a_name_that_a_sweep_makes_is_taken() -> None:

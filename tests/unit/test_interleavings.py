@@ -128,7 +128,7 @@ class Workload:
 
     reports: int
     keep: int
-    #: All stay, and every other commit lists only what was added since the one before.
+    #: All checkpoints are kept, and every other commit is incremental.
     adds: bool = False
     #: Its first upload is cut short by a worker that dies, and another group begins it anew.
     interrupted: bool = False
@@ -172,9 +172,9 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
         dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][:kept]]
         lists = ("checkpoint_results", "checkpoint_report_indices")
         snapshot |= {field_name: snapshot[field_name][kept:] for field_name in lists}
-        is_whole = not (workload.adds and number % 2)
-        written = snapshot if is_whole else snapshot | {field_name: snapshot[field_name][-1:] for field_name in lists}
-        filesystem.log.commit(json.dumps(written).encode(), is_whole)
+        is_full = not (workload.adds and number % 2)
+        written = snapshot if is_full else snapshot | {field_name: snapshot[field_name][-1:] for field_name in lists}
+        filesystem.log.commit(json.dumps(written).encode(), is_full)
         ledger.acknowledged.append((begun.attempt, chain))
         if late:  # a worker of the first group was only frozen
             Path(ledger.path, late).mkdir(exist_ok=True)
@@ -267,7 +267,7 @@ def _check(ledger: Ledger) -> None:
     assert commit is not None
     newest = latest_checkpoint(commit.snapshot)
     assert newest is not None
-    if commit.sequence % 2:  # else it may be one that only adds, which Ray's file does not have
+    if commit.sequence % 2:  # else it may be incremental, which Ray's file does not have
         mirror = parse_snapshot(LocalRunStore(ledger.path).read(layout.SNAPSHOT))
         assert latest_checkpoint(mirror) == newest
     longest = max((chain for _, chain in ledger.acknowledged), key=len)

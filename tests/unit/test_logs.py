@@ -74,12 +74,12 @@ def test_of_a_progress_bar_the_log_has_the_last_state_now_and_then(
     for number in range(0, 960, 2):  # a minute, as tqdm writes and Ray's log monitor reads
         log.line("driver", f"(RayTrainWorker pid=77) \r{number}/1200\r{number + 1}/1200")
         clock.now += 0.125
-    log.line("driver", "(RayTrainWorker pid=77) \r        \r")  # how tqdm removes its bar
+    log.line("driver", "(RayTrainWorker pid=77) \r        \r")  # tqdm removes its bar
     log.line("driver", "(RayTrainWorker pid=78) \r1/9")
     log.line("driver", "(RayTrainWorker pid=77) loss 0.5\r")
     log.close()
-    said = ["rank 0] 1/1200", "rank 0] 481/1200", "rank 2] 1/9", "rank 0] loss 0.5"]
-    assert lines.messages == [f"[attempt 3 {one}" for one in said]
+    expected = ["rank 0] 1/1200", "rank 0] 481/1200", "rank 2] 1/9", "rank 0] loss 0.5"]
+    assert lines.messages == [f"[attempt 3 {line}" for line in expected]
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL])
@@ -142,8 +142,8 @@ def test_what_a_training_has_stood_in_for_a_minute_is_told_each_minute_and_what_
     for seconds in (2.0, 58.0, 60.4, 62.4, 120.3):
         log.event(ev.ControllerAlive(doing="looking whether the run is free", seconds=seconds))
         log.event(ev.ControllerAlive(doing="RUNNING", seconds=seconds))
-    said = "The training has been looking whether the run is free for"
-    assert lines.messages == [f"{said} 60 s", f"{said} 120 s"]
+    start = "The training has been looking whether the run is free for"
+    assert lines.messages == [f"{start} 60 s", f"{start} 120 s"]
 
 
 def test_the_different_errors_of_a_failure_are_told_whole(lines: Lines) -> None:

@@ -1,4 +1,4 @@
-"""What a train loop raises comes to the driver with its own words, whatever the exception is made of."""
+"""Exceptions of a train loop reach the driver with their message and traceback, also if they cannot be pickled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Trainer(_ElasticTrainerMixin, DataParallelTrainer):
 
 
 class _RowError(Exception):
-    """An exception that cannot be made again from what it was made from."""
+    """An exception that can be pickled, but not unpickled."""
 
     def __init__(self, table: str, row: int) -> None:
         super().__init__(f"{table} has no row {row}")
@@ -108,7 +108,7 @@ def _raise_own_class() -> None:
 
 
 async def _train_later() -> None:
-    """Train, once somebody awaits it."""
+    """Train, if it is awaited."""
 
 
 def _say_much() -> None:
@@ -117,7 +117,7 @@ def _say_much() -> None:
 
 @pytest.fixture
 def module_of_workers() -> Iterator[str]:
-    """The name of a module that only the workers can import, for as long as the test has it in place."""
+    """The name of a module that only the workers can import; the test removes it."""
     module = ModuleType("workers_only")
     exec("class DataError(Exception): pass", module.__dict__)
     sys.modules["workers_only"] = module
@@ -127,17 +127,17 @@ def module_of_workers() -> Iterator[str]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
-    """Run a loop in a worker of Ray Train's, and return what its controller is sent of the end."""
+    """Run a loop in a worker of Ray Train's, and return its last status as it is sent to the controller."""
 
     def run_loop(loop: Any) -> bytes:
         runner = ThreadRunner()
-        its = SimpleNamespace(
+        train_context = SimpleNamespace(
             execution_context=SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner),
             preemption_context=PreemptionContext(),
             checkpoint_upload_threadpool=ThreadPoolExecutor(),
             get_world_rank=lambda: 0,
         )
-        monkeypatch.setattr(context, "_train_context", its)
+        monkeypatch.setattr(context, "_train_context", train_context)
         worker = RayTrainWorker()
         trainer = _Trainer.__new__(_Trainer)
         trainer.train_loop_per_worker, trainer.train_loop_config, trainer.backend_config = loop, {}, BackendConfig()
@@ -149,7 +149,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
 
 
 def _of_controller(sent: bytes) -> bytes:
-    """Return what the driver is sent of a training that ends by that."""
+    """Return the error for such a status as it is sent to the driver."""
     return bytes(cloudpickle.dumps(WorkerGroupPollStatus({0: pickle.loads(sent)}).get_worker_group_error()))
 
 
@@ -182,10 +182,10 @@ def test_what_a_loop_raises_is_a_user_error_in_its_own_words_with_its_traceback(
     ended = end_by_error(error, STORAGE)
     assert ended.outcome is Outcome.USER_ERROR
     assert words in ended.message
-    told = loop_watch.in_full(pickle.loads(sent).error)
-    assert "Traceback (most recent call last)" in told
-    assert f", in {loop.__name__}\n" in told
-    assert len(told) < 200_000
+    text = loop_watch.in_full(pickle.loads(sent).error)
+    assert "Traceback (most recent call last)" in text
+    assert f", in {loop.__name__}\n" in text
+    assert len(text) < 200_000
 
 
 def test_an_exception_whose_class_only_workers_have_is_told_too(
@@ -225,4 +225,4 @@ def test_a_loop_that_only_returns_what_would_train_is_no_completed_training(run:
     ended = end_by_error(pickle.loads(_of_controller(run(lambda: training))), STORAGE)
     training.close()
     assert ended.outcome is Outcome.USER_ERROR
-    assert "TypeError: the train loop returned a coroutine, of which nothing has run" in ended.message
+    assert "TypeError: the train loop returned a coroutine, which has not run" in ended.message

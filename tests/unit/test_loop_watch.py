@@ -156,7 +156,7 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
 def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loop that waits in a collective, and one that does something else, in threads as Ray Train has them."""
+    """A loop that waits in a collective, and one that does something else, in threads as in Ray Train."""
     go_on = threading.Event()
 
     def barrier() -> None:
@@ -165,18 +165,18 @@ def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for
     def load() -> None:
         go_on.wait(20)
 
-    told = {}
+    errors = {}
     for wait in (barrier, load):
         runner = ThreadRunner()
         context = SimpleNamespace(execution_context=SimpleNamespace(training_thread_runner=runner))
         monkeypatch.setattr(rays_context, "_train_context", context)
         runner.run(lambda wait=wait: wait())
         wait_for(lambda: f", in {wait.__name__}\n" in loop_watch.stacks(), 20, "the loop")
-        told[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_watch.stacks()}"
+        errors[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_watch.stacks()}"
         go_on.set()
         wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
         go_on.clear()
-    waits, is_at = ray_output.causes({"0": told["barrier"], "1": told["load"]}, {})
+    waits, is_at = ray_output.causes({"0": errors["barrier"], "1": errors["load"]}, {})
     here = re.escape(__file__)
     assert re.fullmatch(
         rf"rank 0: HungLoopError: .*; the rank waits for other ranks at {here}:\d+ in barrier: go_on.*", waits
@@ -199,10 +199,10 @@ def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(mon
     assert watched.problems == []
     for _ in range(2):
         assert watched.watch.look([_waited(46.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
-    (told,) = watched.events
-    assert isinstance(told, LoopWarned)
-    assert told.problem == "ranks-wait"
-    assert "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate" in told.message
+    (event,) = watched.events
+    assert isinstance(event, LoopWarned)
+    assert event.problem == "ranks-wait"
+    assert "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate" in event.message
     watched.watch.begin(["another group"], "", {})
     watched.watch.look([_waited(46.0)])
     assert watched.problems == ["ranks-wait", "ranks-wait"]

@@ -131,7 +131,7 @@ def _group(size: int) -> SimpleNamespace:
 
 
 def _context(max_preemption_failures: int = -1) -> Any:
-    """What the policy sees of a run's context."""
+    """The part of a run's context that the policy reads."""
     failures = FailureConfig(max_preemption_failures=max_preemption_failures)
     return SimpleNamespace(run_config=RunConfig(failure_config=failures))
 
@@ -315,10 +315,10 @@ def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_
         assert wide.grow(8, _group(1), committed=True).num_workers == 2
         assert wide.grow(8, _group(2), committed=True) is None
         assert wide.start(8) == 2, "after a failure"
-    [said] = caplog.messages
-    assert said.startswith("2 worker(s) will train at most, since each needs a sample of every step")
+    [warning] = caplog.messages
+    assert warning.startswith("At most 2 worker(s) will train, since a step has no samples for more")
     assert _policy(1, 2).start(8) == 2
-    assert caplog.messages == [said], "with no more than that there is nothing to say"
+    assert caplog.messages == [warning], "max_workers=2 needs no warning"
 
 
 def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> None:
@@ -434,17 +434,17 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
     monkeypatch.setattr(policy, "cluster_nodes", lambda: nodes)
     settings = ScalingSettings(min_workers=2, max_workers=2)
     RunScalingPolicy(scaling_config(settings), "", settings).after_controller_start(_context(max_preemption_failures))
-    kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # it is an actor's
-    told: list[Any] = []
-    worker: Any = SimpleNamespace(mark_preempt=SimpleNamespace(remote=told.append))
+    kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # as for an actor
+    notices: list[Any] = []
+    worker: Any = SimpleNamespace(mark_preempt=SimpleNamespace(remote=notices.append))
     watcher = kind({"n0": [0], "n1": [1]}, worker_actors_by_rank={0: worker})
     for _ in range(3):
         watcher._poll_once()
-    assert [notice.preempted_node_to_ranks for notice in told] == [{"n0": [0]}] * is_told
+    assert [notice.preempted_node_to_ranks for notice in notices] == [{"n0": [0]}] * is_told
     if not is_told:
         drained["n0"] = int(1000 * (time.time() + 30))
         watcher._poll_once()
-        assert len(told) == 1, "it is looked at again"
+        assert len(notices) == 1, "it is looked at again"
 
 
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:

@@ -73,7 +73,7 @@ def test_metrics_of_any_type_are_reported_as_json_values_and_kept_with_their_che
     )
     monkeypatch.setattr(context, "_train_context", worker)
     monkeypatch.setattr(run_context, "current", None)  # put back afterwards
-    monkeypatch.setattr(loop_callback, "silence_ray_train", lambda: None)  # in this process others log
+    monkeypatch.setattr(loop_callback, "silence_ray_train", lambda: None)  # other tests of this process log
     LoopCallback(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
     metrics: dict[Any, Any] = {
         "loss": np.float32(0.5),
@@ -117,7 +117,7 @@ def test_metrics_of_any_type_are_reported_as_json_values_and_kept_with_their_che
 
 
 def _listed(store: LocalRunStore, sequence: int) -> int:
-    """Return how many checkpoints a commit of the first attempt lists itself."""
+    """Return the number of checkpoints in the own list of a commit of the first attempt."""
     return len(json.loads(store.read(layout.commit_name(1, sequence)) or b"")["manifest"])
 
 
@@ -137,11 +137,11 @@ def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the
         assert latest_checkpoint(commit.snapshot) == commit.snapshot["checkpoint_results"][-1]
         kept = all_commits(store)
         assert kept[-5:] == [(1, number + 1 - ago) for ago in range(min(5, number + 1))][::-1]
-        assert len(kept) <= 7, "commits that nothing adds to any more stay"
-        assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost what it adds to"
+        assert len(kept) <= 7, "full commits on which nothing builds any more are left"
+        assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost its full commit"
     assert listed == [1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 2, 3, 4, 14, 1, 2]
     added = json.loads(store.read(layout.commit_name(1, 16)) or b"")
-    assert not fits_together(added["snapshot"]), "another version would take it for all"
+    assert not fits_together(added["snapshot"]), "another version would take it for a full one"
     store.delete(layout.SNAPSHOT)
     begun = begin(store)
     assert (begun.point.base, begun.point.repairs, begun.notes) == ((1, 16), [], [])

@@ -262,7 +262,7 @@ def test_gloo_uses_the_interface_of_the_nodes_address_unless_another_is_named(mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     loop_callback.use_node_address()
     assert os.environ["GLOO_SOCKET_IFNAME"] == name
-    assert dist.ProcessGroupGloo.create_device(interface=name) is not None, "torch takes it"
+    assert dist.ProcessGroupGloo.create_device(interface=name) is not None, "torch accepts it"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     loop_callback.use_node_address()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

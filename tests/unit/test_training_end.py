@@ -266,7 +266,7 @@ def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_somethi
     assert flow_runs.last_told_at(client, "mnist", [str(own)]) == 98
 
 
-#: Asks in a process that it has started, whose process id it prints, to be followed to its end.
+#: Starts a process that prints its process id, and is to exit with this one.
 _POOL = """
 import multiprocessing, os, sys, time
 from types import SimpleNamespace
@@ -306,14 +306,14 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
 
 
 class _Api(BaseHTTPRequestHandler):
-    """A Prefect API that knows three flow runs, and is used too much for a while."""
+    """A Prefect API that knows three flow runs, and limits the rate for a while."""
 
-    protocol_version = "HTTP/1.1"  # which keeps connections
+    protocol_version = "HTTP/1.1"  # keeps connections open
     connections: ClassVar[set[object]] = set()
     requests: ClassVar[list[tuple[float, int]]] = []
 
     def do_GET(self) -> None:
-        self._answer(404, {})  # no token against forgery is wanted
+        self._answer(404, {})  # no CSRF token is needed
 
     def do_POST(self) -> None:
         wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["flow_runs"]["id"]["any_"]
@@ -334,7 +334,7 @@ class _Api(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def test_all_flow_runs_around_a_training_are_one_request_and_an_api_that_is_used_too_much_gets_fewer() -> None:

@@ -63,7 +63,7 @@ BLOCKS = Dataset(
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": 7}, ["must be a function or an import path, got int"]),
     ({"train_loop": two}, ["'two' requires 2 arguments (config, other)"]),
-    ({"train_loop": later}, ["'later' is async or a generator, of which a call runs nothing", "asyncio.run(...)"]),
+    ({"train_loop": later}, ["'later' is async or a generator: calling it runs nothing", "asyncio.run(...)"]),
     ({"train_loop": functools.partial(piece_by_piece)}, ["is async or a generator"]),
     ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
     ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
@@ -208,7 +208,7 @@ def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
     monkeypatch.chdir("/")
     assert isinstance(found, LocalStorage)
     assert arguments.load_given("storage", found).path == str(tmp_path / "runs")
-    training = elastic_train.ask(loop, storage=Path("runs"))  # as no name of a block, unlike the text
+    training = elastic_train.ask(loop, storage=Path("runs"))  # never the name of a block, unlike a str
     assert arguments.load_given("storage", training.blocks["storage"]).path == "/runs"
     bucket = arguments.given_blocks(storage="s3://bucket/prefix")["storage"]
     assert isinstance(bucket, S3Storage)
