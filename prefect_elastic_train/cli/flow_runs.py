@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import console, errors, open_briefly
-from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
+from prefect_elastic_train.cli.common import console, errors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -20,17 +18,7 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 
 
 def resume_flow_run(
-    run: Annotated[
-        str, typer.Argument(help="Flow run, by id or name, or name of a run in the storages.", metavar="FLOW_RUN|RUN")
-    ],
-    storages: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--storage",
-            help="Storage to look for the run in, by its name. May be given several times. [default: that of the "
-            "settings, else ~/elastic_train_runs]",
-        ),
-    ] = None,
+    run: Annotated[str, typer.Argument(help="Id or name of the flow run.", metavar="FLOW_RUN")],
     force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which looks running ever since.
@@ -41,17 +29,13 @@ def resume_flow_run(
     """
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.core.operator_settings import default_block_name
     from prefect_elastic_train.orchestration import resuming
 
     with errors(), get_client(sync_client=True) as client:
         try:
             flow_run_id = UUID(run)
         except ValueError:
-            if not storages:
-                default = default_block_name("storage") or DEFAULT_STORAGE
-                storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
-            flow_run_id = resuming.flow_run_of(client, run, [open_briefly(text) for text in storages])
+            flow_run_id = resuming.flow_run_called(client, run)
         for line in resuming.resume(client, flow_run_id, force=force):
             console().print(line, markup=False)
 

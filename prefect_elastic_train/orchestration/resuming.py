@@ -33,8 +33,6 @@ from prefect.utilities.urls import url_for
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.flow_runs import is_root
 from prefect_elastic_train.orchestration.publisher import BEST_CHECKPOINT, COMPLETED, DRIVER_RESTARTED, WORKER_FAILED
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.storage.opening import Storage
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"
@@ -123,33 +121,15 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
     yield f"{name} is scheduled again: the next free runner of its deployment takes it"
 
 
-def flow_run_of(client: SyncPrefectClient, run_name: str, storages: Sequence[Storage]) -> UUID:
-    """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it; else of that name."""
-    places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at"
-    found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
-    owners = {owner.flow_run_id: owner for owner in found if owner is not None}
-    if not owners:
-        called = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_name])), limit=2)
-        if len(called) > 1:
-            raise ConfigurationError(
-                f"several flow runs are called {run_name!r}: give the id; see `prefect flow-run ls`"
-            )
-        if called:
-            return called[0].id
+def flow_run_called(client: SyncPrefectClient, name: str) -> UUID:
+    """Return the id of the flow run with this name."""
+    found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])), limit=2)
+    if len(found) != 1:
         raise ConfigurationError(
-            f"there is no flow run {run_name!r}, and no run of this name is in {places}: "
-            "name another place with --storage"
+            f"{'several flow runs are' if found else 'no flow run is'} called {name!r}: give the id, which `prefect "
+            "flow-run ls` lists; `elastic-train runs show` says to which flow run a run belongs"
         )
-    if len(owners) > 1:
-        raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
-    [owner] = owners.values()
-    try:
-        return UUID(owner.flow_run_id if owner.is_flow_run else "")
-    except ValueError as error:
-        raise ConfigurationError(
-            f"run {run_name!r} belongs to {owner.describe()}, which cannot be resumed; to go on with the run, "
-            f"train with run_name={run_name!r} and resume=True"
-        ) from error
+    return found[0].id
 
 
 def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:

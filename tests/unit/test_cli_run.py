@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
-import prefect.client.orchestration
 import pytest
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.cli.running import loop_config
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.orchestration import resuming
 from prefect_elastic_train.storage.opening import Storage
 
 LOOPS = '''
@@ -169,17 +165,16 @@ def test_what_cannot_be_used_is_refused_with_what_is_allowed(project: Path, give
     assert str(refused.value).startswith((f"--set {given}", f"config {given}"))
 
 
-def test_resume_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_that_it_is_away(
+def test_a_command_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_that_it_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[float] = []
 
-    def flow_run_of(client: Any, run: str, storages: Sequence[Storage]) -> UUID:
-        waits.extend(storage.retries.seconds for storage in storages)
+    def run_names(storage: Storage) -> list[str]:
+        waits.append(storage.retries.seconds)
         raise StorageFaultError("s3://bucket/runs is away", kind="away", permanent=False)
 
-    monkeypatch.setattr(resuming, "flow_run_of", flow_run_of)
-    monkeypatch.setattr(prefect.client.orchestration, "get_client", lambda **_: nullcontext())
-    done = CliRunner().invoke(app, ["resume", "mnist", "--storage", "s3://bucket/runs"])
+    monkeypatch.setattr(Storage, "run_names", run_names)
+    done = CliRunner().invoke(app, ["runs", "list", "s3://bucket/runs"])
     assert (done.exit_code, done.output) == (1, "error: s3://bucket/runs is away\n")
     assert waits == [20]
