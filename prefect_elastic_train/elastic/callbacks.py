@@ -45,10 +45,15 @@ _TOLD_ERRORS = 10
 #: How long the ranks may take to say at a commit what they have waited for; the controller stands still meanwhile.
 _ANSWER_SECONDS = 1.0
 
-#: Seconds between log lines about the start of a worker group, and after which the start counts as hung. Ray gives up
-#: a runtime environment after 600 s, but restarts a process that does not boot again and again, without a bound.
-_SLOW_START_SECONDS = 60.0
-_START_SECONDS = 900.0
+#: Seconds between log lines about a controller that stands in one state, and after which it counts as hung, unless
+#: validations may still run. Ray gives up a runtime environment after 600 s, but restarts a process that does not boot
+#: again and again, without a bound.
+_SLOW_SECONDS = 60.0
+_HUNG_SECONDS = 900.0
+_STANDING = {
+    "SCHEDULING": "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) show the reason",
+    "SHUTTING_DOWN": "shutting down; validations may still run, which ValidationTaskConfig(timeout_s=...) limits",
+}
 
 #: The callback of this controller process. Policy and callbacks are pickled one by one, so they meet here.
 _current: RunCallback | None = None
@@ -107,6 +112,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self.left: int | None = None
         self._state = "INITIALIZING"
         self._state_since = time.time()
+        self._turned_at = time.monotonic()  # time of the control loop's last turn
         self._workers: list[Any] = []  # of the group that trains
         self.failures: dict[int, Exception] = {}
         self._has_committed = False
@@ -153,6 +159,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Report a new state; Ray calls this at every poll, changed or not."""
+        self._turned_at = time.monotonic()
         name = current_state._state_type.state_name
         if name != self._state:
             self._state = name
@@ -336,10 +343,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 self._tell_waits("controller", [take_waits()])
                 doing = self._state
                 seconds = time.time() - self._state_since
-                if doing == "SCHEDULING" and seconds > _SLOW_START_SECONDS:
-                    doing = "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) show the reason"
-                    if seconds % _SLOW_START_SECONDS < ev.ALIVE_SECONDS:
-                        logger.warning("No worker trains after %.0f s of %s", seconds, doing)
-                    if seconds > _START_SECONDS:
-                        continue  # without heartbeats the driver is replaced, as for a controller that hangs
+                standing = time.monotonic() - self._turned_at
+                if standing > _SLOW_SECONDS:
+                    doing = _STANDING.get(doing, doing.lower())
+                    if standing % _SLOW_SECONDS < ev.ALIVE_SECONDS:
+                        logger.warning("No worker trains after %.0f s of %s", standing, doing)
+                    if standing > _HUNG_SECONDS and self._state != "SHUTTING_DOWN":
+                        continue  # without heartbeats the driver is replaced
             self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))

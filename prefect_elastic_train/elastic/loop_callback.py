@@ -27,6 +27,7 @@ from prefect_elastic_train.elastic.checkpoints import RunStorageContext, as_json
 from prefect_elastic_train.elastic.standby_process import wait_for_devices
 from prefect_elastic_train.loop import notice
 from prefect_elastic_train.loop.context import RunContext, enter_run
+from prefect_elastic_train.storage.retries import operation, waiting_since
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
 _HOLD_SECONDS = 60.0
+_SLOW_SECONDS = 60.0  # of an upload or download, between two warnings
 _LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
 
 
@@ -98,7 +100,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def on_checkpoint_transfer(self) -> Iterator[None]:
         if self._reporting == threading.get_ident():
             self._saves = True
-        with self._stalling():
+        with self._stalling(), operation():  # also of an upload function of the loop's own
             yield
 
     @contextmanager
@@ -116,6 +118,7 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     It sends the loop's exceptions as text. Named as Ray's, for titles and logs.
     """
 
+    _warned_at = 0.0
     _free_at = 0.0  # time of the last poll at which the loop did not wait for Ray or other ranks; 0 before the first
 
     def poll_status(self) -> Any:
@@ -123,10 +126,18 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
         status.position = loop_watch.position()
         status.error = loop_watch.portable(status.error)
         frame = loop_watch.innermost_frame()
-        # The loop waits in Ray, as in a report, or in a torch collective.
-        if not (frame and self._free_at and re.search("-packages/ray/|distributed_c10d", frame.f_code.co_filename)):
+        # The loop waits in Ray, as in a report, or in a torch collective, which DDP's are part of a backward pass.
+        if not (
+            frame
+            and self._free_at
+            and re.search("-packages/ray/|distributed_c10d|autograd/graph", frame.f_code.co_filename)
+        ):
             self._free_at = time.monotonic()
-        status.waited = time.monotonic() - self._free_at
+        now = time.monotonic()
+        status.waited = now - self._free_at
+        if (began := waiting_since()) and now - max(began, self._warned_at) > _SLOW_SECONDS:
+            self._warned_at = now
+            logger.warning("The storage has not finished an upload or download for %.0f s", now - began)
         return status
 
 

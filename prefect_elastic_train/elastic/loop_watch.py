@@ -193,8 +193,10 @@ def innermost_frame() -> Any:
 
 
 def line() -> str:
-    """Return the innermost line of this worker's loop that is not in a library."""
-    stack = traceback.extract_stack(innermost_frame())
+    """Return the innermost line of this worker's loop that is not in a library, or that the loop has ended."""
+    if not (frame := innermost_frame()):
+        return "the end of the loop"
+    stack = traceback.extract_stack(frame)
     own = next((frame for frame in reversed(stack) if not re.search(_LIBRARIES, frame.filename)), stack[-1])
     return f"{own.filename}:{own.lineno} in {own.name}: {own.line}"
 
@@ -293,6 +295,7 @@ class LoopWatch:
         self._reports = 0
         self.step = 0
         self._has_begun = self._has_told_wait = False
+        self._answered: dict[int, float] = {}  # time of each rank's last answer to a poll
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
@@ -319,18 +322,27 @@ class LoopWatch:
         if is_late and not self._has_saved:
             self._has_saved = True  # told once
             self._tell_unsaved()
-        if any(getattr(status, "waited", 0) > _WAIT_SECONDS for status in statuses) and not self._has_told_wait:
+        self._answered |= {rank: now for rank, status in enumerate(statuses) if hasattr(status, "waited")}
+        silence = now - min(self._answered.values(), default=now)
+        waited = max((getattr(status, "waited", silence) for status in statuses), default=0)
+        if waited > _WAIT_SECONDS and not self._has_told_wait:
             self._has_told_wait = True
-            lines = ask(self._workers, line, _ANSWER_SECONDS)
-            where = "; ".join(
-                f"{ranks_in_words(rank for rank, other in lines.items() if other == current)} at {current}"
-                for current in dict.fromkeys(lines.values())
-            )
-            message = f"ranks wait for others: {where}. All must call ray.train.report() and collectives equally often"
-            self._tell(LoopWarned(problem="ranks-wait", message=message))
+            self._tell_wait()
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
+
+    def _tell_wait(self) -> None:
+        answers = ask(self._workers, line, _ANSWER_SECONDS)
+        lines = {
+            rank: f"at {answers[rank]}" if rank in answers else "does not answer" for rank in range(len(self._workers))
+        }
+        where = "; ".join(
+            f"{ranks_in_words(rank for rank, other in lines.items() if other == current)} {current}"
+            for current in dict.fromkeys(lines.values())
+        )
+        message = f"ranks wait for others: {where}. All must call ray.train.report() and collectives equally often"
+        self._tell(LoopWarned(problem="ranks-wait", message=message))
 
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)

@@ -128,6 +128,7 @@ class Training:
         self._watch: flow_runs.FlowRunWatch
         self._log: RunLog
         self._publisher: Publisher | None = None
+        self._spec: DriverSpec | None = None  # of the attempt before
         #: Prefect's task of the attempt, and how often it was retried before.
         self._task: Task[..., Any] | None = None
         self._retried = 0
@@ -286,13 +287,16 @@ class Training:
                 )
                 if known is not None:  # else the next attempt asks again
                     self.request = replace(self.request, known_storage=(known, variable))
-            return replace(spec, request=self.request, ends_at=time.time() + left if left else 0.0)
+            self._spec = replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
             raise
         except Exception as error:
             # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
             problem = f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}"
-            raise AttemptFailedError(problem, outcome=Outcome.DRIVER_LOST) from error
+            if self._spec is None:
+                raise AttemptFailedError(problem, outcome=Outcome.DRIVER_LOST) from error
+            self._log.note(f"{problem}. They are used as they were at the attempt before", WARNING)
+        return replace(self._spec, request=self.request)
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""

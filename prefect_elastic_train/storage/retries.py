@@ -37,45 +37,50 @@ class Waits:
     last: str = ""
 
 
-# Of the process, for whoever waits is the process: how many operations wait now, since when, and what was before.
+# Of the process, which waits as a whole: what it has waited since that was taken last, and when that was counted last.
 _lock = threading.Lock()
-_waiting, _since, _waits = 0, 0.0, Waits()
+_waits = Waits()
+_counted_at = 0.0
 #: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
-_begun: dict[object, float] = {}
+_begun: list[float] = []
 
 
 def take_waits() -> Waits:
-    """Return what this process has waited for its storage since this was asked last; what goes on, up to now."""
-    global _since, _waits
+    """Return what this process has waited for its storage since the last call, up to the last try of what goes on."""
+    global _waits
     with _lock:
-        taken, _waits = _waits, Waits()
-        if _waiting:
-            now = time.monotonic()
-            taken.seconds += now - _since
-            _since = now
+        taken = _waits
+        _waits = Waits()
         return taken
 
 
 def waiting_since() -> float | None:
     """Return the start of the oldest operation, on the monotonic clock; None if none has run for some seconds."""
-    oldest = min([*_begun.values()], default=math.inf)
+    oldest = min([*_begun], default=math.inf)
     return oldest if time.monotonic() - oldest > _TELL_SECONDS else None
 
 
-def _count(*, begun: bool = False, failed: str = "", ended: bool = False) -> None:
-    """Count an operation that begins to wait, a try of it that failed, and its end."""
-    global _since, _waiting
+@contextmanager
+def operation() -> Iterator[None]:
+    """Have the time of the ``with`` count as one operation of :func:`waiting_since`."""
+    began = time.monotonic()
+    _begun.append(began)
+    try:
+        yield
+    finally:
+        _begun.remove(began)
+
+
+def _count(began: float, failed: str = "") -> None:
+    """Count an operation that waits since ``began`` and a try of it that failed, if any; of several at a time one."""
+    global _counted_at
     with _lock:
         now = time.monotonic()
-        if begun:
-            _since = _since if _waiting else now
-            _waiting += 1
+        _waits.seconds += now - max(began, _counted_at)
+        _counted_at = now
         if failed:
             _waits.tries += 1
             _waits.last = failed
-        if ended:
-            _waiting -= 1
-            _waits.seconds += 0 if _waiting else now - _since
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class Retries:
             if fault is None or fault.permanent or isinstance(error, StorageFaultError):
                 return True
             began, tries = began or time.monotonic(), tries + 1
-            _count(begun=tries == 1, failed=self._summary(error))
+            _count(began, self._summary(error))
             if elapsed() >= _TELL_SECONDS and not is_told:
                 is_told = True
                 says = "%s does not answer for %.0f s, tried %d times to %s, goes on for up to %.0f s: %s"
@@ -165,18 +170,17 @@ class Retries:
             # Called outside of any handler: nothing is noted as what this was raised while.
             raise self._in_our_words(_error_of(state), what, f"tried {tries} times for {elapsed():.0f} s")
 
-        _begun[elapsed] = time.monotonic()
         try:
-            yield {
-                "retry": tenacity.retry_if_exception_type(BaseException),
-                "wait": lambda state: min(_BACK_OFF(state), max(0.0, self.seconds - elapsed())),
-                "stop": gives_up,
-                "retry_error_callback": give_up,
-            }
+            with operation():
+                yield {
+                    "retry": tenacity.retry_if_exception_type(BaseException),
+                    "wait": lambda state: min(_BACK_OFF(state), max(0.0, self.seconds - elapsed())),
+                    "stop": gives_up,
+                    "retry_error_callback": give_up,
+                }
         finally:
-            del _begun[elapsed]
             if tries:
-                _count(ended=True)
+                _count(began)
 
     def _in_our_words(self, error: BaseException, what: str, tried: str) -> BaseException:
         """Return a fault of the storage as one error class; anything else as it is, unless it shows a secret."""

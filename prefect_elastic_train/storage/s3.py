@@ -148,7 +148,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
                         await super()._abort_mpu(bucket, found["Key"], found["UploadId"])
                         aborted += 1
             names = ("KeyMarker", "UploadIdMarker") if page.get("IsTruncated") else ()
-            marker = {name: page[f"Next{name}"] for name in names if f"Next{name}" in page}
+            following = {name: page[f"Next{name}"] for name in names if f"Next{name}" in page}
+            marker = following if following != marker else {}  # not every store goes on
         return aborted
 
     abort_uploads = sync_wrapper(_abort_uploads)

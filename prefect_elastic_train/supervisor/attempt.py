@@ -268,4 +268,6 @@ class ChildDriver(Driver):
             return self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait(timeout=10)
+            with suppress(subprocess.TimeoutExpired):  # it hangs in a driver of the kernel, and ends by itself or never
+                return self._process.wait(timeout=10)
+            return -signal.SIGKILL

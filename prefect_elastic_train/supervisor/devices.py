@@ -117,7 +117,11 @@ def _uuids() -> dict[str, str]:
     """Return the UUIDs of NVIDIA's GPUs by index. An index may mean another GPU to another process, as in Slurm."""
     listed = ""
     with suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS).stdout
+        smi = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            listed = smi.communicate(timeout=_SMI_SECONDS)[0]
+        finally:
+            smi.kill()  # and not waited for: where a GPU hangs, it does not end even then
     return dict(re.findall(r"^GPU (\d+):.*UUID: (.+)\)", listed, re.MULTILINE))
 
 

@@ -112,7 +112,7 @@ class JobDriver(Driver):
         self._id: str = self.job.submission_id
         self._left = self._id
         # Counted from now, since the submission may have taken long.
-        self._ask_at = self._began = self._heard_at = self._alive_at = time.monotonic()
+        self._ask_at = self._began = self._heard_at = self._read_at = self._alive_at = time.monotonic()
         self.follower.on_note(
             f"The training runs as job {self._id}{is_running}; its log: {self._client.address}/#/jobs/{self._id}"
         )
@@ -133,6 +133,7 @@ class JobDriver(Driver):
                 for line in self._log.read(found, to_the_end=has_ended):
                     yield "driver", line
                 self._log_is_complete = has_ended
+            self._read_at = time.monotonic()
         except (UnreachableError, RefusedError) as error:  # what is known of the job stays what it is
             self._problem = str(error)
             self._alive_at = time.monotonic()  # or dead: nobody can say
@@ -163,10 +164,10 @@ class JobDriver(Driver):
                 Outcome.CLUSTER_LOST,
             )
         note = ""
-        if blind > NOTE_SECONDS:
+        if now - self._read_at > NOTE_SECONDS:
             note = (
-                f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
-                f"asked after again and again ({self._problem})"
+                f"The dashboard has not answered, or not with the log, for {NOTE_SECONDS:g} s: job {self._id} may go "
+                f"on unseen, and is asked after again and again ({self._problem})"
             )
         elif self.job.status == "PENDING" and now - self._began > NOTE_SECONDS:
             note = f"Job {self._id} has not started yet: {self.job.message}"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
+_MOST_FORK_SERVERS = 10  # of a cluster, one after the other
 #: Of training, before a spare driver takes processor time for its imports: a short training needs none.
 _SPARE_AFTER_SECONDS = 60.0
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
@@ -228,14 +230,15 @@ class Runtime:
         """End everything that belongs to the training; nothing of it is left after this, bar what cannot be killed."""
         if self._folder is None:
             return
-        end_marked(str(self._folder), _END_SECONDS)
+        if left := end_marked(str(self._folder), _END_SECONDS):
+            self.on_note(f"Processes that could not be ended, and may still use GPUs or memory: {left}", WARNING)
         self._claims.release()
         self._end_spare()
         if self._guard is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._guard.communicate(DISMISSED, timeout=5)
-            self._guard.kill()
-            self._guard.wait(timeout=5)
+            for word in (DISMISSED, None):
+                with suppress(subprocess.TimeoutExpired):
+                    self._guard.communicate(word, timeout=5)
+                self._guard.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = self._guard = self._cluster = self._job = None
 
@@ -300,7 +303,7 @@ class LocalCluster:
             self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + spec.request.cpus_beside
         self._num_gpus = len(claims.gpus) or spec.cluster.num_gpus
         self._forking: subprocess.Popen[bytes] | None = None
-        self._has_told = False
+        self._fork_servers_left = _MOST_FORK_SERVERS
         #: Of processes that are forked, which have no runtime environment: what Ray Train says by one.
         forked = {
             FORK_SERVER_VARIABLE: str(self.folder / "fork"),
@@ -352,16 +355,18 @@ class LocalCluster:
     def keep_forking(self, tell: Callable[[str], None]) -> None:
         """Start the fork server of a head that was started, or another one if it was killed.
 
-        Why one has ended by itself is told, since the next would, too.
+        One that ends by itself is the last, since the next would, too; so is the tenth that is killed, as by a lack of
+        memory.
         """
         ended = self._forking.poll() if self._forking is not None else -1
-        if not self._forked or self._process is None or self._has_told or ended is None:
+        if not self._forked or self._process is None or not self._fork_servers_left or ended is None:
             return
         log = self.folder / "fork.log"
-        if ended >= 0:
-            self._has_told = True
+        self._fork_servers_left -= 1
+        if ended >= 0 or not self._fork_servers_left:
+            self._fork_servers_left = 0
             words = log.read_text(errors="replace").strip().rpartition("\n")[2]
-            tell(f"Workers are not forked, and take longer to start: {words}")
+            tell(f"Workers are not forked, and take longer to start: {words or f'its process ended with {ended}'}")
             return
         Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
         command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_an_index_that_means_another_gpu_to_another_process_is_another_gpu(
         assert waits.startswith(f"GPU {uuids[0]} is used by"), "another name of the first"
     finally:
         devices._uuids.cache_clear()
+
+
+def test_an_nvidia_smi_that_cannot_be_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nsleep 20 &\nsleep 20\n")  # the first keeps the output open when the shell is killed
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(devices, "_SMI_SECONDS", 0.2)
+    request.addfinalizer(devices._uuids.cache_clear)
+    devices._uuids.cache_clear()
+    began = time.monotonic()
+    assert devices._uuids() == {}
+    assert time.monotonic() - began < 10
 
 
 def test_clusters_whose_workers_may_use_more_cpus_than_the_machine_has_are_warned_of(

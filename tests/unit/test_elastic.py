@@ -17,8 +17,10 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from ray.train.v2._internal.execution.controller.state import (
     InitializingState,
     PreemptingState,
+    RestartingState,
     RunningState,
     SchedulingState,
+    ShuttingDownState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
@@ -33,7 +35,7 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.relay import EventReceiver
-from prefect_elastic_train.elastic import callbacks, loop_watch
+from prefect_elastic_train.elastic import callbacks, loop_callback, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.cluster import run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
@@ -43,6 +45,7 @@ from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.storage import retries
 from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -344,7 +347,7 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
 def test_a_start_of_workers_that_does_not_end_is_logged_and_then_given_up_for_want_of_heartbeats(
     controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, seconds in (("_SLOW_START_SECONDS", 0.3), ("_START_SECONDS", 1.0)):
+    for name, seconds in (("_SLOW_SECONDS", 0.3), ("_HUNG_SECONDS", 1.0)):
         monkeypatch.setattr(callbacks, name, seconds)
     monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
     another = Controller(controller.store)  # its thread has the shorter interval
@@ -365,6 +368,41 @@ def test_a_start_of_workers_that_does_not_end_is_logged_and_then_given_up_for_wa
     wait_for(lambda: doings()[-1] == "RUNNING", 5, "heartbeats of a group that trains")
     another.callback.before_controller_abort()
     another.receiver.close()
+
+
+@pytest.mark.parametrize("state", ["RESTARTING", "SHUTTING_DOWN"])
+def test_a_controller_that_stands_in_a_state_is_logged_and_given_up_unless_validations_may_still_run(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    for name, seconds in (("_SLOW_SECONDS", 0.3), ("_HUNG_SECONDS", 1.0)):
+        monkeypatch.setattr(callbacks, name, seconds)
+    monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
+    controller = Controller(store)
+    standing = RestartingState(WorkerGroupError("", {})) if state == "RESTARTING" else ShuttingDownState(RunningState())
+    controller.callback.after_controller_state_update(RunningState(), standing)
+    time.sleep(1.4)
+    heard = len(controller.events)
+    time.sleep(0.3)
+    assert (len(controller.events) > heard) is (state == "SHUTTING_DOWN")
+    assert "validations may still run" in caplog.text if state == "SHUTTING_DOWN" else "of restarting" in caplog.text
+    controller.callback.before_controller_abort()
+    controller.receiver.close()
+
+
+def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retries, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(loop_callback, "_SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(loop_callback.RaysTrainWorker, "poll_status", lambda _: WorkerStatus(True, None, None))
+    monkeypatch.setattr(loop_watch, "innermost_frame", lambda: None)
+    worker = loop_callback.RayTrainWorker()
+    with LoopCallback(RunContext("mnist", "0" * 32, 1, "", "")).on_checkpoint_transfer():
+        for _ in range(10):
+            worker.poll_status()
+            time.sleep(0.05)
+    worker.poll_status()
+    assert 1 <= caplog.text.count("has not finished an upload or download") <= 2
 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:

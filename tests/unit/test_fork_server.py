@@ -16,7 +16,7 @@ import pytest
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.supervisor import fork_server, forked_worker
+from prefect_elastic_train.supervisor import fork_server, forked_worker, runtime
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from prefect_elastic_train.supervisor.runtime import LocalCluster
 from tests.support.processes import wait_for
@@ -150,6 +150,28 @@ def test_without_a_server_a_worker_boots_by_itself(
         server.wait()
         assert Path(environment[FORK_SERVER_VARIABLE]).exists()
     assert _worker(environment, tmp_path)["parent"] == os.getpid()
+
+
+def test_a_fork_server_that_is_killed_again_and_again_is_given_up_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_MOST_FORK_SERVERS", 3)
+    told: list[str] = []
+    cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
+    cluster._process = head = subprocess.Popen(["sleep", "100"])
+    started = []
+    try:
+        for _ in range(5):
+            cluster.keep_forking(told.append)
+            assert cluster._forking is not None
+            started.append(cluster._forking)
+            cluster._forking.kill()
+            cluster._forking.wait()
+    finally:
+        head.kill()
+        head.wait()
+    assert len({*started}) == 2
+    assert told == ["Workers are not forked, and take longer to start: its process ended with -9"]
 
 
 def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:

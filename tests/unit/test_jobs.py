@@ -366,7 +366,7 @@ def test_a_dashboard_that_is_away_says_nothing_about_the_job(
     monkeypatch.setattr(job_module, "NOTE_SECONDS", 0.2)
 
     def note(text: str) -> None:
-        if "has not answered for" in text:
+        if "has not answered" in text:
             dashboard.is_away = False
             dashboard.say(ENDED)
             dashboard.end()
@@ -450,7 +450,12 @@ def test_a_driver_whose_log_says_nothing_hangs(dashboard: Dashboard, flow: Flow)
     assert (ended.outcome, flow.events, dashboard.statuses()) == (Outcome.DRIVER_LOST, [STARTED], ["STOPPED"])
 
 
-def test_a_driver_whose_log_cannot_be_read_may_not_hang(dashboard: Dashboard, flow: Flow) -> None:
+def test_a_driver_whose_log_cannot_be_read_may_not_hang_and_a_line_says_so(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "NOTE_SECONDS", 0.2)
+    notes: list[str] = []
+    flow.on_note = notes.append
     flow.settings = ElasticTrainSettings(liveness_timeout_seconds=0.2)
     dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
 
@@ -462,6 +467,7 @@ def test_a_driver_whose_log_cannot_be_read_may_not_hang(dashboard: Dashboard, fl
 
     dashboard.on_request = on_request
     assert flow.train(dashboard) == ENDED
+    assert sum("or not with the log" in note and "the node's agent is away" in note for note in notes) == 1
 
 
 @pytest.mark.parametrize(

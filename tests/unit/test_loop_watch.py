@@ -195,6 +195,7 @@ def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(mon
     lines = {0: "train.py:31 in loop", 1: "train.py:40 in validate", 2: "train.py:40 in validate"}
     monkeypatch.setattr(loop_watch, "ask", lambda workers, question, seconds: lines)
     does_not_answer = WorkerStatus(True, None, None)
+    watched.watch.begin([""] * 4, "", {})
     assert watched.watch.look([_waited(44.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
     assert watched.problems == []
     for _ in range(2):
@@ -202,10 +203,26 @@ def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(mon
     (event,) = watched.events
     assert isinstance(event, LoopWarned)
     assert event.problem == "ranks-wait"
-    assert "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate" in event.message
+    assert (
+        "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate; rank 3 does not answer" in event.message
+    )
     watched.watch.begin(["another group"], "", {})
     watched.watch.look([_waited(46.0)])
     assert watched.problems == ["ranks-wait", "ranks-wait"]
+
+
+def test_a_rank_that_answers_no_poll_is_told_of_though_nobody_waits_for_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.watch.begin([""] * 2, "", {})
+    monkeypatch.setattr(loop_watch, "ask", lambda workers, question, seconds: {0: "train.py:31 in loop"})
+    watched.watch.look([_waited(0.0), _waited(0.0)])
+    for seconds in (44.0, 2.0):
+        assert watched.problems == []
+        watched.now += seconds
+        watched.watch.look([_waited(0.0), WorkerStatus(True, None, None)])
+    (event,) = watched.events
+    assert isinstance(event, LoopWarned)
+    assert "rank 0 at train.py:31 in loop; rank 1 does not answer" in event.message
 
 
 def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its_own(

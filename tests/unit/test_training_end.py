@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -156,6 +157,26 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
     assert training.attempt().run_name == "mnist"
     assert waits == [] if commits else 40 <= waits[0] <= 48
     assert runtime == {"close": 1}
+
+
+def test_a_driver_that_follows_while_the_api_is_away_gets_the_blocks_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = _waiting(_Runtime())
+    notes: list[str] = []
+    training._log.note = lambda text, level: notes.append(text)
+    before = training._driver_spec()
+
+    def away(*_: Any) -> Any:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(training_of, "driver_spec", away)
+    training.request = replace(training.request, begun=True)
+    assert training._driver_spec() == replace(before, request=training.request)
+    assert "cannot be loaded now: ConnectionError: no answer. They are used as they were" in notes[0]
+    training._spec = None
+    with pytest.raises(AttemptFailedError, match="cannot be loaded now"):
+        training._driver_spec()
 
 
 @pytest.mark.parametrize(("commits", "retryable"), [([1, 1, 1, 1], True), ([1, 0, 0, 1], True), ([1, 0, 0, 0], False)])
