@@ -1,0 +1,244 @@
+"""What Ray Train does, of what its own tests name, by Ray Train alone and here. Where it differs, the row says why.
+
+Both run the trainings of `tests.support.ray_trainings`, on one cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from prefect import flow
+
+from prefect_elastic_train import (
+    AttemptFailedError,
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    LocalStorage,
+    RayCluster,
+    TrainingResult,
+    elastic_train,
+)
+from tests.support.clusters import RayHead
+from tests.support.processes import spawn
+from tests.support.ray_trainings import (
+    TRAININGS,
+    WORKERS,
+    Training,
+    dataset_config,
+    datasets,
+    files_of,
+    own_name,
+    read_facts,
+    validate,
+)
+
+SECONDS = 600
+RANKS = ["rank-0", "rank-1"]
+SHARED = [*RANKS, "shared"]
+
+
+class Row(NamedTuple):
+    """A behaviour: a fact of a training with Ray Train alone and, where they differ, here and why."""
+
+    training: str
+    fact: str
+    ray: Any
+    here: Any = ...
+    why: str = ""
+
+
+OWN_FOLDER = "no folder is used twice, so that nothing that a commit needs is ever written over"
+ROWS = [
+    # The loop and its context.
+    Row("reports", "config", [7, 7]),
+    Row("reports", "ranks", [[2, 2, 0, 0, 0], [2, 2, 1, 1, 0]]),
+    Row("reports", "name", ["reports"] * 2),
+    Row("reports", "path of the run", ["reports"] * 2),
+    Row("reports", "working directory", ["reports"] * 2),
+    Row("reports", "no metadata", ["DeprecationWarning"] * 2),
+    Row("reports", "no trial", ["DeprecationWarning"] * 2),
+    Row("reports", "resumes from", [None, None]),
+    Row("reports", "preemption", [None, None]),
+    Row("reports", "reported before", [0, 0]),
+    Row("reports", "broadcast", [{"from": 0}] * 2),
+    Row("reports", "large broadcast", [100_000] * 2),
+    Row("reports", "barrier", [True, True]),
+    Row("reports", "returned", {"returned": 0}, None, "nobody reads it, and it may be a model or a lock"),
+    # Reporting.
+    Row("reports", "checkpoint after metrics", [None, None]),
+    Row("reports", "checkpoint after by-0", ["by-0", None]),
+    Row("reports", "folder of by-0", ["by-0", ""], ["by-0.a0001.g01.r0002", ""], OWN_FOLDER),
+    Row("reports", "checkpoint after by-both", ["by-both"] * 2),
+    Row("reports", "files of by-0", ["rank-0", "shared"]),
+    Row("reports", "files of by-1", ["rank-1", "shared"]),
+    Row("reports", "files of by-both", SHARED),
+    Row("reports", "files of nested", [f"part/of/{rank}" for rank in RANKS]),
+    Row("reports", "metrics of by-1", [{"report": "by-1", "rank": 0}] * 2),
+    Row("reports", "local directory is kept", [True, True]),
+    Row("reports", "local directory is deleted", [False, False]),
+    Row("reports", "default name", ["checkpoint_20"] * 2),
+    Row("reports", "metadata", [{"made by": "rank 0"}] * 2),
+    Row("reports", "nested metrics", [{"list": [1, 2.5], "none": None, "text": "é"}] * 2),
+    Row("reports", "tensor", ["ValueError"] * 2, ["", ""], "a tensor of one number is that number"),
+    Row("numpy", "error", "ControllerError", None, "numbers of numpy are numbers, also with a checkpoint"),
+    Row("numpy", "metrics", None, {"loss": "0.5"}, "the same"),
+    # Upload modes.
+    Row("reports", "deleted in the background", [False, False]),
+    Row("reports", "kept in the background", [True, True]),
+    Row("reports", "order of uploads", [["slow", "after-slow"]] * 2),
+    Row("reports", "files of slow", ["rank-0", "shared"]),
+    Row("reports", "files of own-upload", ["rank-0", "shared"]),
+    Row("reports", "files of two-modes", SHARED),
+    Row("reports", "checkpoint after placed", ["placed"] * 2),
+    Row("reports", "files of placed", RANKS),
+    Row("raises", "upload without a checkpoint", ["ValueError"] * 2),
+    Row("failing upload", "words", "no such bucket"),
+    Row("preempted", "files of same name", ["file-0", "file-1"], ["file-1"], OWN_FOLDER),
+    Row("preempted", "reported", [[0, 1]] * 2),
+    # Validation.
+    Row("reports", "validation without a checkpoint", ["ValueError"] * 2),
+    Row("reports", "validations", [[3, 30, None]] * 2),
+    Row("reports", "status of validated", ["VALIDATED"] * 2),
+    Row("reports", "status of not-valid", ["VALIDATION_FAILED"] * 2),
+    Row("reports", "status of by-0", ["COMMITTED"] * 2),
+    # What is kept, and restarts.
+    Row("kept", "starts", [2, 2]),
+    Row("kept", "starts at 3", [[5, 3]] * 2),
+    Row("kept", "kept at 1", [[1, 5]] * 2),
+    Row("kept", "kept at 2", [[5, 3]] * 2),
+    Row("kept", "files of step-0", None),
+    Row("kept", "files of step-1", ["step"]),
+    Row("kept", "checkpoint", "step-3"),
+    Row("kept", "best", ["step-3", "step-1"]),
+    Row("kept", "metrics", {"score": "4", "step": "3"}),
+    Row(
+        "raises", "starts", [2, 2], [1, 1], "max_failures is for workers that die: what a loop raises, it raises again"
+    ),
+    Row("raises", "words", "the words of the loop"),
+    Row(
+        "unpicklable",
+        "words",
+        "",
+        "the words of the loop",
+        "Ray says that a health check failed, and we what was raised",
+    ),
+    Row("again", "starts", [1, 1], [0, 0], "a retry of a flow must not train again what is completed"),
+    # Data.
+    Row("data", "all rows", [*range(40)]),
+    Row("data", "batches", [[8, 8, 4]] * 2),
+    Row("data", "whole", [[*range(10)]] * 2),
+    Row("data", "made", [5, 5]),
+    Row("data", "unknown", ["KeyError"] * 2),
+    Row("data", "setting", ["green"] * 2),
+    # Preemption.
+    Row("preempted", "info", [[0, 1]] * 2),
+    Row("preempted", "starts", [1, 1]),
+    Row("reclaimed", "starts", [2, 2]),
+    Row("reclaimed", "resumes from", ["step-0"] * 2),
+    Row("reclaimed", "checkpoint", "step-1"),
+]
+
+
+def _id(row: Row) -> str:
+    return f"{row.training}-{row.fact}".replace(" ", "_")
+
+
+def _train(name: str, training: Training, folder: Path, cluster: RayCluster) -> dict[str, Any]:
+    facts = folder / f"{name}.jsonl"
+    data = {"datasets": datasets(), "dataset_config": dataset_config()} if training.data else {}
+
+    @flow
+    def trains() -> TrainingResult:
+        from ray.train import ValidationConfig
+
+        return elastic_train(
+            training.loop,
+            train_loop_config={"facts": str(facts), "value": 7},
+            framework="none",
+            scaling=ElasticScaling(min_workers=WORKERS, max_workers=WORKERS),
+            failures=FailureBudget(
+                max_failures=training.max_failures,
+                max_preemption_failures=training.max_preemption_failures,
+                driver_restarts=0,
+            ),
+            checkpoints=CheckpointPolicy(keep=training.keep, score_attribute=training.score or ""),
+            validation_config=ValidationConfig(validate, ray_remote_kwargs={"num_cpus": 0}),
+            storage=LocalStorage(path=str(folder)),
+            run_name=training.run or name,
+            resume=bool(training.run),
+            cluster=cluster,
+            **data,
+        )
+
+    end: dict[str, Any] = {}
+    state = trains(return_state=True)
+    if state.is_completed():
+        result = state.result()
+        end = {
+            "metrics": {name: repr(value) for name, value in result.metrics.items()},
+            "checkpoint": result.checkpoint_uri and own_name(result.checkpoint_uri),
+            "best": [own_name(checkpoint.uri) for checkpoint in result.best_checkpoints],
+            "path": result.run_uri,
+            "rows": len(result.metrics_dataframe()),
+        }
+    else:
+        error = state.result(raise_on_failure=False)
+        assert isinstance(error, AttemptFailedError), error
+        end = {"error": str(error.outcome), "text": str(error), "cause": repr(error.__cause__)}
+    return {**read_facts(facts), **end}
+
+
+def _derived(facts: dict[str, Any], files: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what follows from the facts of a training and from the files of its checkpoints."""
+    more: dict[str, Any] = {f"files of {checkpoint}": names for checkpoint, names in files.items()}
+    for checkpoint in (facts.get("status") or [{}])[0]:
+        more[f"status of {checkpoint}"] = [status[checkpoint] for status in facts["status"]]
+    if "rows" in facts:
+        more["all rows"] = sorted(chain.from_iterable(facts["rows"]))
+    words = ("the words of the loop", "no such bucket")
+    return {**more, "words": next((one for one in words if one in facts.get("text", "")), "")}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
+    """Of each training, what Ray Train alone does, and what it does here."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    alone, here = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("here")
+    head = RayHead(cpus=5)
+    try:
+        environment = {**os.environ, **head.joining, "RAY_ADDRESS": head.address, "RAY_TRAIN_V2_ENABLED": "1"}
+        process = spawn(sys.executable, "-m", "tests.support.ray_trainings", alone, log=alone / "log", env=environment)
+        try:
+            with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+                found = {
+                    name: _train(name, training, here, RayCluster(**head.block)) for name, training in TRAININGS.items()
+                }
+            assert process.wait(SECONDS) == 0, (alone / "log").read_text()[-6000:]
+        finally:
+            process.kill()
+            process.wait(10)
+        by_ray = json.loads((alone / "facts.json").read_text())
+        for folder, ends in ((alone, by_ray), (here, found)):
+            for name, training in TRAININGS.items():
+                ends[name] |= _derived(ends[name], files_of(folder / (training.run or name)))
+        dump = os.environ.get("FACTS_DUMP")
+        if dump:
+            Path(dump).write_text(json.dumps({"ray": by_ray, "here": found}, indent=1, default=str))
+        yield {"ray": by_ray, "here": found}
+    finally:
+        head.close()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_id)
+def test_what_ray_train_does_is_done_here_or_the_row_says_why_not(facts: dict[str, Any], row: Row) -> None:
+    assert facts["ray"][row.training].get(row.fact) == row.ray
+    assert facts["here"][row.training].get(row.fact) == (row.ray if row.here is ... else row.here)
