@@ -46,7 +46,7 @@ def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Sta
     assert len(read_ledger(ledger)) == 2, "one try and one retry in the cluster"
     assert len(attempts(flow.run)) == 1, "no driver restart is spent on it"
     assert 'raise ValueError("a row without a number")' in flow.log
-    assert flow.log.count("[rank 0] Traceback") == 2, "once a try"
+    assert flow.log.count("[rank 0] Traceback") == 3, "once a try, and as the cause of the error"
     assert "Error in training function" not in flow.log, "nor does Ray say it again"
     assert re.search(r"WARNING.*\[attempt 1 rank 0\] a row is to be read", flow.log), "as the loop has logged it"
     message, _, details = outcome["error"].partition("; details: ")

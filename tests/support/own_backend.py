@@ -28,7 +28,12 @@ class OwnBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Set the variable before the loop begins."""
-        worker_group.execute(os.environ.__setitem__, VARIABLE, backend_config.value)
+        worker_group.execute(set_variable, backend_config.value)
+
+
+def set_variable(value: str) -> None:
+    """Set the variable of this process; a pickled ``os.environ`` would be a copy."""
+    os.environ[VARIABLE] = value
 
 
 def loop() -> None:
