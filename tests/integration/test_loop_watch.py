@@ -76,7 +76,7 @@ def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_i
     result = flow.completed(120)
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
     assert is_right(result["checkpoint_uri"], steps=10)
-    assert "in sleep_once time.sleep(seconds)" in flow.log, "the error begins with the line of the loop"
+    assert "in sleep_once: time.sleep(seconds)" in flow.log, "the error begins with the line of the loop"
 
 
 @pytest.mark.parametrize("loop", ["loops:leaving_loop", "loop_without_import:loop"])
@@ -88,6 +88,7 @@ def test_a_worker_that_dies_as_its_loop_starts_is_a_failure_that_counts(start: S
         scaling={"min_workers": 2, "max_workers": 2},
         failures={"max_failures": 1, "driver_restarts": 0},
     )
+    flow.living_driver()
     outcome = flow.wait(180)
     assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cluster_lost")
     assert "workers died more often than max_failures allows" in outcome["error"]
