@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +31,6 @@ from tests.support.ray_trainings import (
     TRAININGS,
     WORKERS,
     Training,
-    dataset_config,
-    datasets,
     files_of,
     own_name,
     read_facts,
@@ -131,13 +128,6 @@ ROWS = [
         "Ray says that a health check failed, and we what was raised",
     ),
     Row("again", "starts", [1, 1], [0, 0], "a retry of a flow must not train again what is completed"),
-    # Data.
-    Row("data", "all rows", [*range(40)]),
-    Row("data", "batches", [[8, 8, 4]] * 2),
-    Row("data", "whole", [[*range(10)]] * 2),
-    Row("data", "made", [5, 5]),
-    Row("data", "unknown", ["KeyError"] * 2),
-    Row("data", "setting", ["green"] * 2),
     # Preemption.
     Row("preempted", "info", [[0, 1]] * 2),
     Row("preempted", "starts", [1, 1]),
@@ -153,7 +143,6 @@ def _id(row: Row) -> str:
 
 def _train(name: str, training: Training, folder: Path, cluster: RayCluster) -> dict[str, Any]:
     facts = folder / f"{name}.jsonl"
-    data = {"datasets": datasets(), "dataset_config": dataset_config()} if training.data else {}
 
     @flow
     def trains() -> TrainingResult:
@@ -175,7 +164,6 @@ def _train(name: str, training: Training, folder: Path, cluster: RayCluster) -> 
             run_name=training.run or name,
             resume=bool(training.run),
             cluster=cluster,
-            **data,
         )
 
     end: dict[str, Any] = {}
@@ -201,8 +189,6 @@ def _derived(facts: dict[str, Any], files: dict[str, list[str]]) -> dict[str, An
     more: dict[str, Any] = {f"files of {checkpoint}": names for checkpoint, names in files.items()}
     for checkpoint in (facts.get("status") or [{}])[0]:
         more[f"status of {checkpoint}"] = [status[checkpoint] for status in facts["status"]]
-    if "rows" in facts:
-        more["all rows"] = sorted(chain.from_iterable(facts["rows"]))
     words = ("the words of the loop", "no such bucket")
     return {**more, "words": next((one for one in words if one in facts.get("text", "")), "")}
 
@@ -213,7 +199,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[di
     from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     alone, here = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("here")
-    head = RayHead(cpus=5)
+    head = RayHead(cpus=4)
     try:
         environment = {**os.environ, **head.joining, "RAY_ADDRESS": head.address, "RAY_TRAIN_V2_ENABLED": "1"}
         process = spawn(sys.executable, "-m", "tests.support.ray_trainings", alone, log=alone / "log", env=environment)

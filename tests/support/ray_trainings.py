@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint
 
 WORKERS = 2
-#: A setting of Ray Data in the process that calls.
-DATA_SETTING = ("colour", "green")
 #: Of the run directory, what is no checkpoint.
 _NO_CHECKPOINTS = (".elastic_train", ".validate_storage_marker", "checkpoint_manager_snapshot.json")
 
@@ -37,7 +35,6 @@ class Training:
     max_preemption_failures: int = -1
     keep: int | None = None
     score: str | None = None
-    data: bool = False
     #: The training whose run it goes on with.
     run: str = ""
 
@@ -226,20 +223,6 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     return {"returned": rank}
 
 
-def data_loop(config: dict[str, Any]) -> None:
-    """Read datasets."""
-    from ray import train
-    from ray.data import DataContext
-
-    note, split = _Notes(config), train.get_dataset_shard("split")
-    note("rows", [row["id"] for row in split.iter_rows()])
-    note("batches", [len(batch["id"]) for batch in split.iter_batches(batch_size=8)])
-    note("whole", sorted(row["id"] for row in train.get_dataset_shard("whole").iter_rows()))
-    note("made", sum(1 for _ in train.get_dataset_shard("made").iter_rows()))
-    note("unknown", _failure(lambda: train.get_dataset_shard("unknown")))
-    note("setting", DataContext.get_current().get_config(DATA_SETTING[0]))
-
-
 def kept_loop(config: dict[str, Any]) -> None:
     """Lose a worker after the third of four checkpoints."""
     import ray.train.collective
@@ -337,7 +320,6 @@ def reclaimed_loop(config: dict[str, Any]) -> None:
 
 TRAININGS = {
     "reports": Training(reporting_loop),
-    "data": Training(data_loop, data=True),
     "kept": Training(kept_loop, max_failures=1, keep=2, score="score"),
     "raises": Training(raising_loop, max_failures=1),
     "unpicklable": Training(unpicklable_loop),
@@ -347,29 +329,6 @@ TRAININGS = {
     "reclaimed": Training(reclaimed_loop, max_preemption_failures=1),
     "again": Training(raising_loop, run="preempted"),
 }
-
-
-def make_rows() -> Any:
-    """Make a dataset, in the driver."""
-    import ray.data
-
-    return ray.data.range(5, override_num_blocks=1)
-
-
-def datasets() -> dict[str, Any]:
-    """Return datasets of each kind."""
-    import ray.data
-
-    ray.data.DataContext.get_current().set_config(*DATA_SETTING)
-    two_blocks = {"override_num_blocks": 2}
-    return {"split": ray.data.range(40, **two_blocks), "whole": ray.data.range(10, **two_blocks), "made": make_rows}
-
-
-def dataset_config() -> Any:
-    """Split one of the datasets between the workers."""
-    from ray.train import DataConfig
-
-    return DataConfig(datasets_to_split=["split"])
 
 
 def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
@@ -393,7 +352,6 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
             ),
         ),
         validation_config=train.ValidationConfig(validate, ray_remote_kwargs={"num_cpus": 0}),
-        **({"datasets": datasets(), "dataset_config": dataset_config()} if training.data else {}),
     )
     end: dict[str, Any] = {}
     try:
