@@ -108,9 +108,9 @@ ROWS = [
     Row("reports", "status of by-0", ["COMMITTED"] * 2),
     # What is kept, and restarts.
     Row("kept", "starts", [2, 2]),
-    Row("kept", "starts at 3", [[5, 3]] * 2),
+    Row("kept", "starts at 3", [[3, 5]] * 2),
     Row("kept", "kept at 1", [[1, 5]] * 2),
-    Row("kept", "kept at 2", [[5, 3]] * 2),
+    Row("kept", "kept at 2", [[3, 5]] * 2),
     Row("kept", "files of step-0", None),
     Row("kept", "files of step-1", ["step"]),
     Row("kept", "checkpoint", "step-3"),
