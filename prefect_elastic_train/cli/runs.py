@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -47,10 +46,8 @@ _THREADS = 16
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
-RunArgument = Annotated[str, typer.Argument(help="Name of the run, or of its flow run.", metavar="RUN")]
-RunArguments = Annotated[
-    list[str] | None, typer.Argument(help="Names of runs, or of their flow runs; default all.", metavar="[RUN]...")
-]
+RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
+RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
 
 
 @app.command("list")
@@ -76,12 +73,10 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with errors():
         opened = open_briefly(storage)
-        name, *others = _chosen(opened, [run])
-        if others:
-            raise ConfigurationError(f"flow run {run!r} has the runs {', '.join([name, *others])}: name one of them")
-        details = describe(RunDirectory(opened.run(name)))
+        _chosen(opened, [run])
+        details = describe(RunDirectory(opened.run(run)))
         if details is None:
-            raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run of this package")
+            raise ConfigurationError(f"{opened.uri}/{run} is a folder without a run of this package")
         if as_json:
             print_json(details.model_dump(mode="json"))
         else:
@@ -186,14 +181,10 @@ def _columns(run: RunSummary) -> dict[str, str]:
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     """Return the names of the runs that are meant, in the order given."""
     known = storage.run_names()
-    meant = {run: [run] for run in known}
-    if unknown := [run for run in runs or [] if run not in meant]:
-        found = _of_each(_summary, storage, known)
-        for name in unknown:
-            meant[name] = [run.name for run in found if run.flow_run_name == name]
-            if not meant[name]:
-                raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
-    return list(dict.fromkeys(chain.from_iterable(meant[run] for run in runs or known)))
+    for name in runs or []:
+        if name not in known:
+            raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
+    return list(dict.fromkeys(runs or known))
 
 
 def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
@@ -233,8 +224,11 @@ def _print_details(details: RunDetails) -> None:
             ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
         ]
     )
-    headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
-    print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
+    print_table(
+        ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"],
+        _attempts(details, now),
+        right=["attempt", "begun", "lasted"],
+    )
     rows = []
     snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
     latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
@@ -245,8 +239,7 @@ def _print_details(details: RunDetails) -> None:
         marks = ", ".join(mark for mark, folder in which.items() if name == folder)
         metrics = metrics_in_short(one["metrics"] or {}, 6)
         rows.append([loop_name(name), str(index), metrics, size(size_bytes), marks])
-    headings = ["checkpoint", "report", "metrics", "size", ""]
-    print_table(headings, rows, right=["report", "size"])
+    print_table(["checkpoint", "report", "metrics", "size", ""], rows, right=["report", "size"])
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from itertools import chain
 
 import httpx
-from packaging.requirements import Requirement
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import BlockDocument
@@ -48,7 +47,6 @@ class Finding:
 #: As it should be; trainings run, but something is wrong; could not be looked at; trainings cannot run like this.
 ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "skip", "fail"))
 
-_PACKAGE = "prefect-elastic-train"
 _QUICK_SECONDS = 10.0
 #: For each of blocks, storage and cluster: a local cluster starts meanwhile, a storage that is away is noticed.
 _SECONDS = 45.0
@@ -79,7 +77,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         with preflight(specs[0].storage):
             yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
 
-    yield from run_check("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)
+    yield from run_check("versions", check_versions, _QUICK_SECONDS)
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
     if all(one.level != "fail" for one in server):
@@ -115,18 +113,10 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
     return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
 
 
-def check_versions(requirements: Iterable[str]) -> Iterator[Finding]:
-    """Compare what is installed with requirements; those of extras only if they are installed."""
-    wrong = []
-    for one in map(Requirement, requirements):
-        there = _installed(one.name)
-        is_needed = one.marker is None or one.marker.evaluate({"extra": ""})
-        # Builds of one's own count as the version that they are built from.
-        if (is_needed or there) and not (there and one.specifier.contains(there, prereleases=True)):
-            told = f"{one.name} is {there or 'not installed'}, and {_PACKAGE} needs {one.specifier}"
-            wrong.append((fail if is_needed else warn)(told, f"`pip install '{one.name}{one.specifier}'`"))
-    told = ", ".join(f"{name} {_installed(name)}" for name in (_PACKAGE, "ray", "prefect"))
-    yield from wrong or [ok(f"Python {platform.python_version()}, {told}")]
+def check_versions() -> Iterator[Finding]:
+    """Show the versions that all nodes of a cluster must share."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("prefect-elastic-train", "ray", "prefect"))
+    yield ok(f"Python {platform.python_version()}, {packages}")
 
 
 def check_server() -> Iterator[Finding]:
@@ -235,13 +225,6 @@ def _asking_prefect() -> Iterator[SyncPrefectClient]:
         get_client(httpx_settings={"timeout": _ANSWER_SECONDS}, sync_client=True) as client,
     ):
         yield client
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _clean(text: str) -> str:

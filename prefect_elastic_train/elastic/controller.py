@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
@@ -55,6 +56,13 @@ _ANSWER_SECONDS = 5.0  # for the ranks to say whether their loops train in a ses
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
 _SHORTEST_INTERVAL = 0.01
 _MANY = 32
+
+#: Ray Train's trainers by framework.
+TRAINERS = {
+    "torch": "ray.train.torch:TorchTrainer",
+    "jax": "ray.train.v2.jax:JaxTrainer",
+    "none": "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -369,19 +377,13 @@ def make_trainer(
         "dataset_config": payload.dataset_config,
         "validation_config": payload.validation_config,
     }
-    base: type[DataParallelTrainer] = DataParallelTrainer
-    if framework == "torch":
-        from ray.train.torch import TorchTrainer
-
-        base, arguments["torch_config"] = TorchTrainer, payload.torch_config
-    elif framework == "jax":
-        from ray.train.v2.jax import JaxTrainer
-
+    if framework == "jax":
         from prefect_elastic_train.elastic.jax_backend import run_jax_config
 
-        base, arguments["jax_config"] = JaxTrainer, run_jax_config(payload.jax_config, arguments["scaling_config"])
+        arguments["jax_config"] = run_jax_config(payload.jax_config, arguments["scaling_config"])
     else:
-        arguments["backend_config"] = payload.torch_config
+        arguments["torch_config" if framework == "torch" else "backend_config"] = payload.torch_config
+    base = resolve_name(TRAINERS[framework])
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, spec.checkpoints.score_attribute)
     ours: list[Any] = [callback, LoopCallback(context)]
     if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):

@@ -77,6 +77,13 @@ def train_context() -> Any:
     return getattr(module, "_train_context", None)
 
 
+def local_context() -> Any:
+    """Return Ray's context in its local mode (``num_workers=0``), None without. Never imports Ray."""
+    module = sys.modules.get("ray.train.v2._internal.execution.train_fn_utils")
+    utils = getattr(module, "_train_fn_utils", None)
+    return utils and utils.get_context()
+
+
 def coming_restart(context: Any) -> Any:
     """Return what identifies the coming restart, None if none is."""
     preemption = context.preemption_context.preemption_info

@@ -19,7 +19,7 @@ from prefect_elastic_train.loop import context as run
 from prefect_elastic_train.loop.batches import length_of, load
 from prefect_elastic_train.loop.cadence import Cadence
 from prefect_elastic_train.loop.ledger import Ledger, combine
-from prefect_elastic_train.loop.notice import ask, train_context
+from prefect_elastic_train.loop.notice import ask, local_context, train_context
 from prefect_elastic_train.loop.order import Indices, SampleOrder, StepBatches
 from prefect_elastic_train.loop.parts import rank_file
 from prefect_elastic_train.loop.scratch import ScratchFolder, remove_left_folders
@@ -116,6 +116,9 @@ class Session(AbstractContextManager["Session"]):
     ) -> None:
         global current
         context, experiment = train_context(), ""
+        #: False in Ray Train's local mode, and outside of Ray Train.
+        self._can_save = context is not None
+        context = context or local_context()
         self._ray: Any = None
         self.rank = 0
         self.world_size = 1
@@ -131,7 +134,7 @@ class Session(AbstractContextManager["Session"]):
                 raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
         if isinstance(means, str):
             raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
-        if self._ray is not None and current is not None and current._ray is not None:
+        if self._can_save and current is not None and current._can_save:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
@@ -328,10 +331,10 @@ class Session(AbstractContextManager["Session"]):
         """Return, on rank 0, whether it is time to save and to report, and the steps that it has done."""
         idle, late = not self._writing.locked(), time.monotonic() >= self._report_at
         is_due = self.cadence.due(self.done) and self.done > self._saved and (idle or self.cadence.steps > 0)
-        saves = is_due or self._must_save
-        if self._has_score and not saves:
+        saves = self._can_save and (is_due or self._must_save)
+        if self._has_score and not (saves or self._save_scored):
             logger.warning("%s of step %d has no checkpoint to rank: save_scored=False", self._score, self.done)
-        return saves, (idle and late) or self._has_score, self.done
+        return saves, (idle and late) or self._has_score or self._must_save, self.done
 
     def _save(self, announced: bool = False) -> None:
         began = time.monotonic()

@@ -38,6 +38,7 @@ from prefect_elastic_train.orchestration.arguments import (
     load_given,
     make_request,
 )
+from prefect_elastic_train.orchestration.local import LocalTraining
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import SilentEndError, Training
 
@@ -111,6 +112,7 @@ def elastic_train(
     validation_config: Any = None,
     worker_runtime_env: dict[str, Any] | None = None,
     timeout_seconds: float | None = None,
+    local: bool = False,
 ) -> Training:
     """Train, and return when the loop has returned on all ranks.
 
@@ -142,6 +144,9 @@ def elastic_train(
         worker_runtime_env: Ray runtime environment of the workers.
         timeout_seconds: Seconds from now after which the training is ended and TimedOut, over all its driver
             restarts in this flow process; what it has committed stays. Default: no bound.
+        local: Call the loop in this process, as Ray Train's local mode does (``num_workers=0``): for debugging, so that
+            breakpoints work. Nothing is saved or restarted, and blocks and ``timeout_seconds`` do not matter. The
+            result has the metrics of the last report. Default False.
 
     Returns:
         What the training gives back.
@@ -168,7 +173,7 @@ def elastic_train(
         ray_data and ray_data.DataContext.get_current(),
     )
     request, place = make_request(payload, framework, run_name, resume, resume_from, worker_runtime_env)
-    return Training(request, blocks, place, timeout_seconds)
+    return (LocalTraining if local else Training)(request, blocks, place, timeout_seconds)
 
 
 async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingResult:

@@ -137,7 +137,7 @@ class Training:
         self._idle = 0  # attempts in a row that have committed nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Training, tuple(getattr(self, one.name) for one in fields(self))
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -279,6 +279,8 @@ class Training:
                 begun = flow_runs.ask_prefect(lambda client: flow_runs.has_begun(client, name, whose), _STATE_SECONDS)
                 self.request = replace(self.request, begun=bool(begun))
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+            if self._spec and any(getattr(spec, name) != getattr(self._spec, name) for name in self.blocks):
+                self._log.note("A saved block has changed since the previous attempt; its new values apply from now on")
             left = self.timeout_seconds and self.timeout_seconds - time.monotonic() + self._asked_at
             if spec.storage_block and spec.storage.preflight and not self.request.known_storage[1]:
                 variable = artifact_key(spec.storage_block, "storage")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
+
+from humanize import naturalsize
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
@@ -23,6 +26,9 @@ _TIME_PARTS = {
     "lost_seconds": "training that was lost",
 }
 _MAX_CODE = 300
+
+#: Writes a number of bytes in its largest binary unit.
+size = partial(naturalsize, binary=True)
 
 
 def headline(report: RunReport) -> str:
@@ -171,12 +177,6 @@ def metrics_in_words(metrics: Mapping[str, Any], most: int, leave_out: frozenset
     shown = [(name, value) for name, value in metrics.items() if name not in leave_out]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(f"{plain(name[:40])} {number(value)}" for name, value in shown[:most]) + more
-
-
-def size(size_bytes: float) -> str:
-    """A size in its largest binary unit."""
-    power = min(4, max(0, int(size_bytes).bit_length() - 1) // 10)
-    return f"{size_bytes / 1024**power:.{min(1, power)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def one_line(text: str) -> str:

@@ -213,7 +213,7 @@ def test_list_tells_how_far_a_run_has_come_and_what_it_holds(storage: Storage) -
     row = _done("list", storage.uri).splitlines()[1].split("  ")
     cells = [cell.strip() for cell in row if cell.strip()]
     assert re.fullmatch(r"[\d.]+ s", cells.pop(7))
-    assert cells == ["mnist", "unknown", "1", "2", "epoch=1 loss=0.5", "2", "6 B", "eager-otter"]
+    assert cells == ["mnist", "unknown", "1", "2", "epoch=1 loss=0.5", "2", "6 Bytes", "eager-otter"]
 
 
 def test_what_is_no_json_and_what_steers_a_terminal_is_not_printed(storage: Storage) -> None:
@@ -322,11 +322,10 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     assert (details["commit"]["attempt"], list(details["commit"]["manifest"])) == (2, ["a", "c"])
     assert last["ended"]["result"] == result
     text = _done("show", storage.uri, "mnist")
-    assert _json("show", storage.uri, "eager-otter") == details, "by the name of its flow run"
     for words in ("2 → 1", "worker failures: 1, preemptions: 1, resizes: 1, reports done again: 2", "4.5 s"):
         assert words in text
     assert "checkpoint b was dropped: 2 of 2 files are missing" in text
-    assert re.search(r"c +2 +epoch=2 loss=0.3 +3 B +latest, best", text)
+    assert re.search(r"c +2 +epoch=2 loss=0.3 +3 Bytes +latest, best", text)
 
 
 def test_a_whole_run_is_told_to_be_whole_and_nothing_is_written(storage: Storage) -> None:
@@ -338,7 +337,7 @@ def test_a_whole_run_is_told_to_be_whole_and_nothing_is_written(storage: Storage
     text = _done("verify", storage.uri)
     assert "mnist: whole\n" in text
     assert "  a resume starts from checkpoint c of commit 0001-000003\n" in text
-    assert f"  left over: {upload} (3 B)\n" in text
+    assert f"  left over: {upload} (3 Bytes)\n" in text
     assert "plots" not in text
     assert "raw" not in text, "another program's"
     assert _everything(storage) == before
@@ -624,7 +623,7 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     end_attempt(store, 1, Outcome.USER_ERROR.value)
     _make_older(store, LONG_AGO)
     assert _summaries(bucket)["mnist"]["size_bytes"] == 2 * CHECKPOINT_BYTES
-    assert f"left over: {folder} (3 B)" in _done("verify", bucket.uri)
+    assert f"left over: {folder} (3 Bytes)" in _done("verify", bucket.uri)
     assert f"deleted mnist {folder}" in _done("prune", bucket.uri, "--yes")
     assert "Uploads" not in server.client().list_multipart_uploads(Bucket="cli-runs")
     assert store.folders() == [layout.STATE_FOLDER, "a", "b"]

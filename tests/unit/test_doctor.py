@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,22 +62,11 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
     assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
-@pytest.mark.parametrize(
-    ("requirement", "level", "parts"),
-    [
-        ("ray[default,train]<2", "fail", [f"ray is {version('ray')}, and prefect-elastic-train needs <2"]),
-        ("no-such-package>=1", "fail", ["no-such-package is not installed", "`pip install 'no-such-package>=1'`"]),
-        ('torch<2; extra == "torch"', "warn", ["`pip install 'torch<2'`"]),
-        ('no-such-package>=1; extra == "s3"', "ok", [f"ray {version('ray')}, prefect {version('prefect')}"]),
-        ('no-such-package>=1; python_version < "3"', "ok", []),
-        ("ray>=2.60", "ok", []),
-    ],
-)
-def test_versions_are_held_against_the_metadata(requirement: str, level: str, parts: list[str]) -> None:
-    [found] = examination.check_versions([requirement])
-    assert found.level == level
-    for part in parts:
-        assert part in f"{found.message} {found.remedy}"
+def test_the_versions_that_all_nodes_must_share_are_shown() -> None:
+    [found] = examination.check_versions()
+    assert found.level == "ok"
+    for part in (platform.python_version(), f"ray {version('ray')}", f"prefect {version('prefect')}"):
+        assert part in found.message
 
 
 @pytest.mark.parametrize(
@@ -129,6 +119,6 @@ def test_without_a_server_the_rest_is_skipped_with_which_setting_to_change(tmp_p
         *((check, "skip") for check in ("blocks", "storage", "cluster")),
     ]
     assert "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL" in shown.stdout
-    assert "trainings cannot run like this: " in shown.stdout
+    assert "trainings cannot run like this (" in shown.stdout
     assert list(tmp_path.iterdir()) == []
     assert CliRunner().invoke(app, ["doctor", "--timeout", "600"]).exit_code == 2, "wrong usage"

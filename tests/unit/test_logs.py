@@ -101,21 +101,21 @@ def test_checkpoints_are_told_of_every_half_minute_and_when_something_else_is(li
     for at in range(1000, 1065, 5):
         log.event(ev.CheckpointCommitted(at=at, checkpoint=f"c{at}.a0003.g01.r0001", size_bytes=1, metrics={}))
     said = [
-        "Checkpoint c1000 is committed (1 B)",
-        "Checkpoint c1030 is committed (1 B); 5 more since the last line",
-        "Checkpoint c1060 is committed (1 B); 5 more since the last line",
+        "Checkpoint c1000 is committed (1 Byte)",
+        "Checkpoint c1030 is committed (1 Byte); 5 more since the last line",
+        "Checkpoint c1060 is committed (1 Byte); 5 more since the last line",
     ]
     assert lines.messages == said
     log.event(ev.CheckpointCommitted(at=1062, checkpoint="c1062", size_bytes=1, metrics={"loss": 1}))
     log.event(ev.CheckpointCommitted(at=1064, checkpoint="c1064", size_bytes=1, metrics={"loss": 0.5}))
     log.event(ev.WorkerGroupResized(at=1065, old_size=1, new_size=2))
-    assert lines.messages[3] == "Checkpoint c1064 is committed (1 B): loss=0.5; 1 more since the last line"
+    assert lines.messages[3] == "Checkpoint c1064 is committed (1 Byte): loss=0.5; 1 more since the last line"
     log.event(ev.CheckpointCommitted(at=1066, checkpoint="c1066", size_bytes=1, metrics={}, world_size=2))
     log.event(ev.ControllerAlive(at=1070, doing="", seconds=1))
     assert lines.messages[5:] == ["2 workers train again after 1.0 s"]
     log.event(ev.ControllerAlive(at=1094, doing="", seconds=1))
     log.close()
-    assert lines.messages[6:] == ["Checkpoint c1066 is committed (1 B)"]
+    assert lines.messages[6:] == ["Checkpoint c1066 is committed (1 Byte)"]
 
 
 def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:

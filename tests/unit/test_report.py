@@ -367,7 +367,7 @@ def test_a_recovery_ends_with_the_first_step_or_report_of_a_group() -> None:
 def test_values_are_said_in_short() -> None:
     times = {-1: "0.0 s", 42: "42.0 s", 60: "1.0 min", 3600: "1.0 h", 5400: "1.5 h", 36 * 3600: "1.5 d"}
     assert {seconds: duration(seconds) for seconds in times} == times
-    sizes = {0: "0 B", 1023: "1023 B", 3 * 2**20: "3.0 MiB", 5000 * 2**40: "5000.0 TiB"}
+    sizes = {0: "0 Bytes", 1023: "1023 Bytes", 3 * 2**20: "3.0 MiB", 3 * 2**40: "3.0 TiB"}
     assert {number: size(number) for number in sizes} == sizes
     assert [in_words(value) for value in (12345, 0.123456, math.nan, "a|b")] == ["12,345", "0.1235", "nan", "a\\|b"]
 

@@ -179,6 +179,20 @@ def test_a_driver_that_follows_while_the_api_is_away_gets_the_blocks_of_the_one_
         training._driver_spec()
 
 
+def test_the_log_says_at_the_next_attempt_that_a_saved_block_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = _waiting(_Runtime())
+    notes: list[str] = []
+    training._log.note = notes.append
+    before = training._driver_spec()
+    training._driver_spec()
+    assert notes == []
+    changed = replace(before, scaling=before.scaling.model_copy(update={"max_workers": 9}))
+    monkeypatch.setattr(training_of, "driver_spec", lambda *_: changed)
+    assert training._driver_spec().scaling.max_workers == 9
+    training._driver_spec()
+    assert notes == ["A saved block has changed since the previous attempt; its new values apply from now on"]
+
+
 @pytest.mark.parametrize(("commits", "retryable"), [([1, 1, 1, 1], True), ([1, 0, 0, 1], True), ([1, 0, 0, 0], False)])
 def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_still_has_of_retries(
     monkeypatch: pytest.MonkeyPatch, commits: list[int], retryable: bool

@@ -1,0 +1,94 @@
+"""Trainings in the flow process itself: ``elastic_train(..., local=True)``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from prefect import flow
+
+from prefect_elastic_train import TrainingResult, elastic_train, loop
+from tests.support.session_loops import torch_loop
+
+CONFIG = {"steps": 25, "length": 64, "global_batch": 8, "dropout": 0.1}
+
+
+class LoopBugError(Exception):
+    """What a loop raises."""
+
+
+def _reports(config: dict[str, Any]) -> None:
+    import ray.train
+
+    breakpoint()
+    context = ray.train.get_context()
+    report = {"process": os.getpid(), "workers": context.get_world_size(), "run": loop.run_context().run_name}
+    ray.train.report({**report, "rows": ray.train.get_dataset_shard("train").count(), "loss": np.float32(0.5)})
+    if config["raises"]:
+        raise LoopBugError(config)
+
+
+def _make_rows() -> Any:
+    class Rows:
+        def count(self) -> int:
+            return 3
+
+    return Rows()
+
+
+@pytest.mark.usefixtures("api")
+def test_a_local_training_stops_at_breakpoints_raises_what_its_loop_raises_and_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[int] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(os.getpid()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = psutil.Process().children(recursive=True)
+
+    @flow
+    def trains(raises: bool) -> TrainingResult:
+        config = {"raises": raises}
+        return elastic_train(
+            _reports,
+            train_loop_config=config,
+            framework="none",
+            datasets={"train": _make_rows},
+            run_name="a",
+            local=True,
+        )
+
+    result = trains(False)
+    expected = {"process": os.getpid(), "workers": 1, "run": "a", "rows": 3, "loss": 0.5}
+    assert (result.metrics, result.run_uri, result.checkpoint_uri) == (expected, "", "")
+    with pytest.raises(LoopBugError):
+        trains(True)
+    assert stops == [os.getpid()] * 2, "no attempt follows one whose loop has raised"
+    assert psutil.Process().children(recursive=True) == before
+    assert not list(tmp_path.rglob("elastic_train_runs"))
+
+
+@pytest.mark.usefixtures("api")
+def test_a_loop_with_a_session_learns_in_local_mode_what_it_learns_as_a_plain_function_and_reports_it(
+    tmp_path: Path,
+) -> None:
+    @flow
+    def trains(weights: str) -> list[TrainingResult]:
+        given: Any = {"train_loop_config": {**CONFIG, "weights": weights}, "local": True}
+        return [elastic_train(torch_loop, **given), elastic_train.submit(torch_loop, **given).result()]
+
+    torch_loop({**CONFIG, "weights": str(tmp_path / "plain.npz")})
+    for result in trains(str(tmp_path / "local.npz")):
+        assert {name: result.metrics[name] for name in ("step", "total_steps", "samples", "epoch")} == {
+            "step": 25,
+            "total_steps": 25,
+            "samples": 200,
+            "epoch": 3,
+        }
+        assert result.metrics["loss"] > 0
+    plain, local = (np.load(tmp_path / f"{name}.npz") for name in ("plain", "local"))
+    assert all(np.array_equal(plain[name], local[name]) for name in plain.files)
