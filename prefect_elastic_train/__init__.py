@@ -70,7 +70,7 @@ _MODULES = (
 def __getattr__(name: str) -> Any:
     for module in _MODULES if name in __all__ else ():
         found = import_module(f"{__name__}.{module}")
-        if getattr(found, name, None) is not None:
+        if hasattr(found, name):
             return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

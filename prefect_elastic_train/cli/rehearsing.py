@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import Json, clean, console, errors
+from prefect_elastic_train.cli.common import clean, console, errors
 from prefect_elastic_train.cli.running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
@@ -26,7 +26,6 @@ def rehearse(
     seed: Annotated[int, typer.Option(help="Of the schedule: the same gives the same.")] = 0,
     tolerance: Annotated[float, typer.Option(help="For the state after a change of workers, relative.")] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
-    as_json: Json = False,
     verbose: Annotated[bool, typer.Option(help="Show what drivers and workers print, on standard error.")] = False,
 ) -> None:
     """Train a loop undisturbed and then under faults, on this machine, and see whether the same comes out.
@@ -58,9 +57,6 @@ def rehearse(
             tell=lambda line: typer.echo(f"  {clean(line)}", err=True),
             on_line=lambda source, line: typer.echo(f"    {source}: {clean(line)}", err=True) if verbose else None,
         )
-    if as_json:
-        typer.echo(certificate.model_dump_json(indent=2))
-    else:
-        console().print(clean(certificate.markdown()), markup=False)
+    console().print(clean(certificate.markdown()), markup=False)
     if not certificate.passed:
         raise typer.Exit(1)

@@ -132,7 +132,6 @@ def run_training(
     print_pairs(
         [
             ("run", result.run_name),
-            ("state", result.status),
             ("where", result.run_uri),
             ("checkpoint", result.checkpoint_uri),
             ("metrics", metrics_in_short(result.metrics, 10)),

@@ -47,7 +47,7 @@ StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
 RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
-RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
+RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs. Default: all.", metavar="[RUN]...")]
 
 
 @app.command("list")
@@ -60,8 +60,11 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
             print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
         elif found:
             rows = [_columns(run) for run in found]
-            right = ["attempts", "reports", "kept", "size", "last commit"]
-            print_table([*rows[0]], [[*row.values()] for row in rows], right)
+            print_table(
+                [*rows[0]],
+                [[*row.values()] for row in rows],
+                ["attempts", "reports", "kept", "size", "last commit"],
+            )
         else:
             _say(f"no runs in {opened.uri}")
         if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:

@@ -116,7 +116,7 @@ class Session(AbstractContextManager["Session"]):
     ) -> None:
         global current
         context, experiment = train_context(), ""
-        #: False in Ray Train's local mode, and outside of Ray Train.
+        #: Whether checkpoints can be saved: False in Ray Train's local mode and outside of Ray Train.
         self._can_save = context is not None
         context = context or local_context()
         self._ray: Any = None

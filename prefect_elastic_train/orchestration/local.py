@@ -1,9 +1,11 @@
-"""A training in the flow process itself, by Ray Train's local mode: for debugging."""
+"""Run a training in the flow process with Ray Train's local mode, for debugging."""
 
 from __future__ import annotations
 
+import threading
 from pkgutil import resolve_name
 
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.driver.fit import make_datasets, prepare
 from prefect_elastic_train.loop.context import RunContext, use_run_context
 from prefect_elastic_train.orchestration.arguments import driver_spec
@@ -12,23 +14,28 @@ from prefect_elastic_train.orchestration.training import Training
 
 
 class LocalTraining(Training):
-    """Calls the train loop in the process of Prefect's task. Nothing is saved, and no other process is started."""
+    """A training that runs the train loop in the process of its task. It saves no checkpoint."""
 
     def attempt(self) -> TrainingResult:
-        """Run the loop, and return what it has reported last."""
-        payload = prepare(driver_spec(self.request, self.blocks))
-        from ray.train import ScalingConfig
+        """Run the loop, and return the metrics of its last report."""
+        request = self.request
+        if request.resume_from or threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                "local=True runs the loop from step 0 in the main thread: without submit, aelastic_train and resume_from"
+            )
+        payload = prepare(driver_spec(request, self.blocks))
+        from ray.train import RunConfig, ScalingConfig
 
         from prefect_elastic_train.elastic.checkpoints import as_json_values
         from prefect_elastic_train.elastic.controller import TRAINERS
 
-        name = self.request.run_name
-        trainer = resolve_name(TRAINERS[self.request.framework])(
+        trainer = resolve_name(TRAINERS[request.framework])(
             payload.train_loop,
             train_loop_config=payload.train_loop_config,
             scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name=request.run_name),
             datasets=make_datasets(payload),
         )
-        with use_run_context(RunContext(name, self.request.owner.supervisor, 1, "", "")):
+        with use_run_context(RunContext(request.run_name, request.owner.supervisor, 1, "", "")):
             result = trainer.fit()
-        return TrainingResult(run_name=name, run_uri="", metrics=as_json_values(result.metrics or {}))
+        return TrainingResult(run_name=request.run_name, run_uri="", metrics=as_json_values(result.metrics or {}))

@@ -144,9 +144,10 @@ def elastic_train(
         worker_runtime_env: Ray runtime environment of the workers.
         timeout_seconds: Seconds from now after which the training is ended and TimedOut, over all its driver
             restarts in this flow process; what it has committed stays. Default: no bound.
-        local: Call the loop in this process, as Ray Train's local mode does (``num_workers=0``): for debugging, so that
-            breakpoints work. Nothing is saved or restarted, and blocks and ``timeout_seconds`` do not matter. The
-            result has the metrics of the last report. Default False.
+        local: Run the loop in this process with Ray Train's local mode (``num_workers=0``), so that breakpoints work.
+            Saves no checkpoint and does not retry. Does not use the values of blocks, ``resume``, the configurations
+            of Ray, ``worker_runtime_env`` and ``timeout_seconds``. Returns the metrics of the last report. Default
+            False.
 
     Returns:
         What the training gives back.

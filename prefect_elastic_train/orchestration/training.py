@@ -280,7 +280,7 @@ class Training:
                 self.request = replace(self.request, begun=bool(begun))
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
             if self._spec and any(getattr(spec, name) != getattr(self._spec, name) for name in self.blocks):
-                self._log.note("A saved block has changed since the previous attempt; its new values apply from now on")
+                self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
             left = self.timeout_seconds and self.timeout_seconds - time.monotonic() + self._asked_at
             if spec.storage_block and spec.storage.preflight and not self.request.known_storage[1]:
                 variable = artifact_key(spec.storage_block, "storage")

@@ -27,7 +27,7 @@ _TIME_PARTS = {
 }
 _MAX_CODE = 300
 
-#: Writes a number of bytes in its largest binary unit.
+#: Formats a number of bytes in a binary unit, such as ``3.0 MiB``.
 size = partial(naturalsize, binary=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from prefect import flow
 
-from prefect_elastic_train import TrainingResult, elastic_train, loop
+from prefect_elastic_train import ConfigurationError, TrainingResult, elastic_train, loop
 from tests.support.session_loops import torch_loop
 
 CONFIG = {"steps": 25, "length": 64, "global_batch": 8, "dropout": 0.1}
@@ -72,14 +73,19 @@ def test_a_local_training_stops_at_breakpoints_raises_what_its_loop_raises_and_s
     assert not list(tmp_path.rglob("elastic_train_runs"))
 
 
+def _resumed(given: dict[str, Any]) -> TrainingResult:
+    return elastic_train(torch_loop, resume_from="a", **given)
+
+
 @pytest.mark.usefixtures("api")
-def test_a_loop_with_a_session_learns_in_local_mode_what_it_learns_as_a_plain_function_and_reports_it(
-    tmp_path: Path,
-) -> None:
+def test_a_loop_with_a_session_ends_with_the_same_weights_in_local_mode_as_when_called_directly(tmp_path: Path) -> None:
     @flow
     def trains(weights: str) -> list[TrainingResult]:
         given: Any = {"train_loop_config": {**CONFIG, "weights": weights}, "local": True}
-        return [elastic_train(torch_loop, **given), elastic_train.submit(torch_loop, **given).result()]
+        for refused in (elastic_train.submit(torch_loop, **given).result, partial(_resumed, given)):
+            with pytest.raises(ConfigurationError, match="without submit, aelastic_train and resume_from"):
+                refused()
+        return [elastic_train(torch_loop, **given) for _ in range(2)]
 
     torch_loop({**CONFIG, "weights": str(tmp_path / "plain.npz")})
     for result in trains(str(tmp_path / "local.npz")):

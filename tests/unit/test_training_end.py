@@ -190,7 +190,7 @@ def test_the_log_says_at_the_next_attempt_that_a_saved_block_has_changed(monkeyp
     monkeypatch.setattr(training_of, "driver_spec", lambda *_: changed)
     assert training._driver_spec().scaling.max_workers == 9
     training._driver_spec()
-    assert notes == ["A saved block has changed since the previous attempt; its new values apply from now on"]
+    assert notes == ["A saved block has changed since the previous attempt; this attempt uses the new values"]
 
 
 @pytest.mark.parametrize(("commits", "retryable"), [([1, 1, 1, 1], True), ([1, 0, 0, 1], True), ([1, 0, 0, 0], False)])
