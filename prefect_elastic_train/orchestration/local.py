@@ -21,7 +21,7 @@ class LocalTraining(Training):
         request = self.request
         if request.resume_from or threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
-                "local=True runs the loop from step 0 in the main thread: without submit, aelastic_train and resume_from"
+                "local=True runs from step 0 in the main thread: without submit, aelastic_train and resume_from"
             )
         payload = prepare(driver_spec(request, self.blocks))
         from ray.train import RunConfig, ScalingConfig
