@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from prefect_elastic_train.blocks._common import TrainingBlock
 
-#: What shells give for a program that Ctrl-C has ended; and for wrong usage, as typer does.
-_INTERRUPTED, WRONG_USAGE = 130, 2
+#: Exit code for wrong usage, as typer has it.
+WRONG_USAGE = 2
 
 _CONFIG, _BLOCKS, _RUN = "Config of the loop", "Blocks", "Run"
 
@@ -161,7 +161,6 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     from prefect.flow_engine import run_flow
 
     from prefect_elastic_train.blocks.lookup import reference_to
-    from prefect_elastic_train.runs.identity import default_run_name
     from prefect_elastic_train.train_flow import train
 
     # Of a saved block the flow run keeps a reference, as the UI makes it: no secret, and a retry finds it mended.
@@ -173,9 +172,8 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     try:
         state: Any = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
     except KeyboardInterrupt:
-        name = parameters["run_name"] or default_run_name(train.name, str(flow_run.id), 1)
-        typer.echo(f"interrupted; what run {name} has committed stays. To go on: --run-name {name} --resume", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        typer.echo("interrupted; committed checkpoints stay. To go on: --run-name RUN --resume", err=True)
+        raise typer.Exit(130) from None  # as shells do after Ctrl-C
     except Abort as error:
         fail(f"{error}. Flow run {_where_to_look(flow_run)}")
     return flow_run, state

@@ -122,7 +122,6 @@ def verify_runs(
         for one in found:
             _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
-            _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
             if one.name in seen:
                 _say(f"  {seen[one.name].words}")
     inexact = [check for check in seen.values() if not check.exact and (runs or not check.unknown)]

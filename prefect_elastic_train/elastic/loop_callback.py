@@ -37,6 +37,7 @@ _UPLOAD_SECONDS = 3600.0
 _HOLD_SECONDS = 60.0
 _SLOW_SECONDS = 60.0  # of an upload or download, between two warnings
 _LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
+_SAMPLE_SECONDS = 5.0  # between two looks at where the loop is, each of which holds up all threads
 
 
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
@@ -118,22 +119,24 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     It sends the loop's exceptions as text. Named as Ray's, for titles and logs.
     """
 
-    _warned_at = 0.0
-    _free_at = 0.0  # time of the last poll at which the loop did not wait for Ray or other ranks; 0 before the first
+    _warned_at = _looked_at = 0.0
+    _free_at = 0.0  # time of the last look at which the loop did not wait for Ray or other ranks; 0 before the first
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_watch.position()
         status.error = loop_watch.portable(status.error)
-        frame = loop_watch.innermost_frame()
-        # The loop waits in Ray, as in a report, or in a torch collective, which DDP's are part of a backward pass.
-        if not (
-            frame
-            and self._free_at
-            and re.search("-packages/ray/|distributed_c10d|autograd/graph", frame.f_code.co_filename)
-        ):
-            self._free_at = time.monotonic()
         now = time.monotonic()
+        if now - self._looked_at > _SAMPLE_SECONDS:
+            self._looked_at = now
+            frame = loop_watch.innermost_frame()
+            # The loop waits in Ray, as in a report, or in a torch collective, which DDP's are part of a backward pass.
+            if not (
+                frame
+                and self._free_at
+                and re.search("-packages/ray/|distributed_c10d|autograd/graph", frame.f_code.co_filename)
+            ):
+                self._free_at = now
         status.waited = now - self._free_at
         if (began := waiting_since()) and now - max(began, self._warned_at) > _SLOW_SECONDS:
             self._warned_at = now

@@ -9,6 +9,7 @@ Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not a
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import sys
@@ -189,7 +190,19 @@ def innermost_frame() -> Any:
     """Return the innermost frame of the thread of this worker's loop; None if no loop runs."""
     context = train_context()
     thread = context and context.execution_context.training_thread_runner._thread
-    return sys._current_frames().get(thread and thread.ident)
+    return _frames().get(thread and thread.ident)
+
+
+def _frames() -> dict[int, Any]:
+    """Return the innermost frame of each thread, by the thread's identifier."""
+    # In Python 3.10 and up to 3.11.8, a garbage collection meanwhile can deadlock the process: cpython#106883.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def line() -> str:
@@ -214,7 +227,7 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = {
         ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in _frames().items()
     }
     del threads[threading.get_ident()]
     session = _session()
@@ -366,8 +379,7 @@ class LoopWatch:
         message = (
             f"the loop began again{f' at {_in_words(here)}' if here else ''} although the checkpoint"
             f"{f' of {_in_words(self._before)}' if self._before else ''} is there ({self._checkpoint}): it never read "
-            "what ray.train.get_checkpoint() returns. Restore model, optimizer and step from that before the loop's "
-            "first step, as prefect_elastic_train.loop.session does; what it had done is done again"
+            "what ray.train.get_checkpoint() returns. Restore model, optimizer and step from that before the first step"
         )
         self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
         return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fails else None
@@ -380,9 +392,8 @@ class LoopWatch:
     def _tell_unsaved(self) -> None:
         message = (
             f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
-            "checkpoint: a restart of the workers starts training from scratch. Save with "
-            "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…)), or train in a "
-            "prefect_elastic_train.loop.session, which does"
+            "checkpoint: a restart begins at step 0. Save with ray.train.report(metrics, checkpoint=...), or train in "
+            "a prefect_elastic_train.loop.session"
         )
         self._tell(LoopWarned(problem="no-checkpoint", message=message))
 

@@ -295,7 +295,7 @@ def preempted_loop(config: dict[str, Any]) -> None:
 
     note = _Notes(config)
     preemption = train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [0, 1]})
-    get_train_context().preemption_context.set(preemption)
+    get_train_context().preemption_context.preemption_info = preemption
     for step in range(2):
         note("info", train.get_preemption_info().preempted_ranks)
         folder = _folder(**{f"file-{step}": ""})
@@ -313,7 +313,7 @@ def reclaimed_loop(config: dict[str, Any]) -> None:
     if checkpoint is None:
         train.report({"step": 0}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-0")
         preemption = train.PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"node": [0, 1]})
-        get_train_context().preemption_context.set(preemption)
+        get_train_context().preemption_context.preemption_info = preemption
         time.sleep(60)
     train.report({"step": 1}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-1")
 

@@ -180,7 +180,7 @@ class Recorder:
 
     def __init__(self, session: loop.Session) -> None:
         self.reports: list[tuple[dict[str, Any], float | None]] = []
-        session._ray = self
+        session._ray, session._can_save = self, True
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, **how: Any) -> None:
         upload = how["checkpoint_upload_fn"]
@@ -492,6 +492,7 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
 
     state = loop.ArrayState(weights=0.0)
     session = loop.Session(state, steps=4, global_batch=2, save_every=2)
+    session._can_save = True
     session._ray = SimpleNamespace(
         report=lambda metrics, checkpoint, **how: reports.append((metrics, checkpoint, how["checkpoint_upload_fn"])),
         Checkpoint=SimpleNamespace(from_directory=str),

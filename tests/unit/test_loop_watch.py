@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -21,7 +25,7 @@ from prefect_elastic_train import loop
 from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.elastic import controller, loop_watch
+from prefect_elastic_train.elastic import controller, loop_callback, loop_watch
 from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
 from tests.support.processes import wait_for
@@ -238,6 +242,7 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     execution = SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner)
     context = SimpleNamespace(execution_context=execution, preemption_context=SimpleNamespace(preemption_info=None))
     monkeypatch.setattr(rays_context, "_train_context", context)
+    monkeypatch.setattr(loop_callback, "_SAMPLE_SECONDS", 0.0)
     worker = RayTrainWorker()
 
     def waited() -> float:
@@ -420,3 +425,54 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
     watched.watch.begin(["in loop.py"], "", {})
     assert watched.watch.step == 0, "the next group's session has begun no step"
     assert watched.watch.most_workers == 64, "and has the same samples"
+
+
+def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+    current_frames = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or current_frames())
+    for was_enabled in (False, True):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            loop_watch.stacks()
+            assert gc.isenabled() is was_enabled
+        finally:
+            gc.enable()
+    assert seen
+    assert not any(seen)
+
+
+def test_looking_at_the_loop_does_not_hang_a_worker_whose_threads_come_and_go() -> None:
+    # Without the precaution this stands still within a second in Python up to 3.11.8.
+    script = textwrap.dedent("""
+        import gc, os, sys, threading, time
+        from prefect_elastic_train.elastic import loop_watch
+
+        class Garbage:
+            def __del__(self):
+                for _ in range(200):
+                    pass
+
+        def look():
+            while True:
+                loop_watch._frames()
+                for _ in range(3):
+                    one, other = Garbage(), Garbage()
+                    one.other, other.one = other, one
+
+        def start():
+            while True:
+                threading.Thread(target=lambda: None).start()
+
+        sys.setswitchinterval(1e-5)
+        for _ in range(60):
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        for target in (look, start, start, start):
+            threading.Thread(target=target, daemon=True).start()
+        gc.set_threshold(50)
+        time.sleep(5)
+        os._exit(0)
+    """)
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
