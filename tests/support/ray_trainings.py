@@ -35,8 +35,6 @@ class Training:
     max_preemption_failures: int = -1
     keep: int | None = None
     score: str | None = None
-    #: The training whose run it goes on with.
-    run: str = ""
 
 
 class _Notes:
@@ -169,6 +167,8 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     note("local directory is deleted", report("deleted", mine(), delete_local_checkpoint_after_upload=True))
     report(None, mine())
     note("default name", newest().rpartition("_")[0][:13])
+    for step in range(2):
+        report("twice", _folder(**{f"file-{step}": ""}))
     report("nested", _folder(**{f"part__of__rank-{rank}": ""}))
 
     background = mine()
@@ -288,21 +288,6 @@ def numpy_loop(config: dict[str, Any]) -> None:
     train.report({"loss": np.float32(0.5)}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="numpy")
 
 
-def preempted_loop(config: dict[str, Any]) -> None:
-    """Finish while a node is to be preempted some day, with two checkpoints of one name."""
-    from ray import train
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    note = _Notes(config)
-    preemption = train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [0, 1]})
-    get_train_context().preemption_context.preemption_info = preemption
-    for step in range(2):
-        note("info", train.get_preemption_info().preempted_ranks)
-        folder = _folder(**{f"file-{step}": ""})
-        train.report({"step": step}, train.Checkpoint(folder), checkpoint_dir_name="same name")
-    note("reported", [one.metrics["step"] for one in train.get_all_reported_checkpoints()])
-
-
 def reclaimed_loop(config: dict[str, Any]) -> None:
     """Train on until the node is reclaimed, and once more."""
     from ray import train
@@ -314,6 +299,7 @@ def reclaimed_loop(config: dict[str, Any]) -> None:
         train.report({"step": 0}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-0")
         preemption = train.PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"node": [0, 1]})
         get_train_context().preemption_context.preemption_info = preemption
+        note("info", train.get_preemption_info().preempted_ranks)
         time.sleep(60)
     train.report({"step": 1}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-1")
 
@@ -325,9 +311,7 @@ TRAININGS = {
     "unpicklable": Training(unpicklable_loop),
     "failing upload": Training(failing_upload_loop),
     "numpy": Training(numpy_loop),
-    "preempted": Training(preempted_loop, max_preemption_failures=0),
     "reclaimed": Training(reclaimed_loop, max_preemption_failures=1),
-    "again": Training(raising_loop, run="preempted"),
 }
 
 
@@ -342,7 +326,7 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
         train_loop_config={"facts": str(facts), "value": 7},
         scaling_config=train.ScalingConfig(num_workers=WORKERS),
         run_config=train.RunConfig(
-            name=training.run or name,
+            name=name,
             storage_path=str(folder),
             failure_config=train.FailureConfig(
                 max_failures=training.max_failures, max_preemption_failures=training.max_preemption_failures
