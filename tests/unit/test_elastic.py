@@ -93,6 +93,17 @@ class Worker(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+#: Callbacks whose threads a test has started.
+_STARTED: list[RunCallback] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    while _STARTED:
+        _STARTED.pop()._stop_sending(1.0)
+
+
 class Controller:
     """A callback as it lives in a controller, and what the driver hears from it."""
 
@@ -104,6 +115,7 @@ class Controller:
         callback = RunCallback(self.receiver.receiving, store, attempt=1, failures=failures)
         self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
         self.callback.after_controller_start(None)
+        _STARTED.append(self.callback)
 
     def report(self, times: int = 1, checkpoint: str = "", **metrics: Any) -> None:
         """Have the ranks report so often."""
