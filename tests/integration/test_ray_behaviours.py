@@ -200,14 +200,14 @@ def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[di
         environment = {**os.environ, **head.joining, **own}
         process = spawn(sys.executable, "-m", "tests.support.ray_trainings", alone, log=alone / "log", env=environment)
         try:
-            with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-                found = {
-                    name: _train(name, training, here, RayCluster(**head.block)) for name, training in TRAININGS.items()
-                }
             assert process.wait(SECONDS) == 0, (alone / "log").read_text()[-6000:]
         finally:
             process.kill()
             process.wait(10)
+        with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            found = {
+                name: _train(name, training, here, RayCluster(**head.block)) for name, training in TRAININGS.items()
+            }
         by_ray = json.loads((alone / "facts.json").read_text())
         for folder, ends in ((alone, by_ray), (here, found)):
             for name, training in TRAININGS.items():
