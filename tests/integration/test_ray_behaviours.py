@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from tests.support.ray_trainings import (
 )
 
 SECONDS = 600
+FAILING = ("raises", "unpicklable", "failing upload", "numpy")
 RANKS = ["rank-0", "rank-1"]
 SHARED = [*RANKS, "shared"]
 
@@ -187,40 +188,59 @@ def _derived(facts: dict[str, Any], files: dict[str, list[str]]) -> dict[str, An
     return {**more, "words": next((one for one in words if one in facts.get("text", "")), "")}
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
-    """Of each training, what Ray Train alone does, and what it does here."""
+def _facts(names: Sequence[str], factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
+    """Yield of each training what Ray Train alone does, and what it does here."""
     from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    alone, here = tmp_path_factory.mktemp("ray"), tmp_path_factory.mktemp("here")
+    alone, here = factory.mktemp("ray"), factory.mktemp("here")
     head = RayHead(cpus=4)
     try:
         # Ray Train handles reports at its health checks, by default every 2 s.
         own = {"RAY_ADDRESS": head.address, "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
         environment = {**os.environ, **head.joining, **own}
-        process = spawn(sys.executable, "-m", "tests.support.ray_trainings", alone, log=alone / "log", env=environment)
+        command = (sys.executable, "-m", "tests.support.ray_trainings", alone, *names)
+        process = spawn(*command, log=alone / "log", env=environment)
         try:
             assert process.wait(SECONDS) == 0, (alone / "log").read_text()[-6000:]
         finally:
             process.kill()
             process.wait(10)
         with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            found = {
-                name: _train(name, training, here, RayCluster(**head.block)) for name, training in TRAININGS.items()
-            }
+            found = {name: _train(name, TRAININGS[name], here, RayCluster(**head.block)) for name in names}
         by_ray = json.loads((alone / "facts.json").read_text())
         for folder, ends in ((alone, by_ray), (here, found)):
-            for name, training in TRAININGS.items():
+            for name in names:
                 ends[name] |= _derived(ends[name], files_of(folder / name))
-        dump = os.environ.get("FACTS_DUMP")
-        if dump:
-            Path(dump).write_text(json.dumps({"ray": by_ray, "here": found}, indent=1, default=str))
         yield {"ray": by_ray, "here": found}
     finally:
         head.close()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=_id)
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
+    """Of the trainings that complete."""
+    yield from _facts([name for name in TRAININGS if name not in FAILING], tmp_path_factory, api_url)
+
+
+@pytest.fixture(scope="module")
+def facts_of_failures(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
+    """Of the trainings that fail."""
+    yield from _facts(FAILING, tmp_path_factory, api_url)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.training not in FAILING], ids=_id)
 def test_what_ray_train_does_is_done_here_or_the_row_says_why_not(facts: dict[str, Any], row: Row) -> None:
+    _compare(facts, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in ROWS if row.training in FAILING], ids=_id)
+def test_how_ray_train_fails_is_how_it_fails_here_or_the_row_says_why_not(
+    facts_of_failures: dict[str, Any], row: Row
+) -> None:
+    _compare(facts_of_failures, row)
+
+
+def _compare(facts: dict[str, Any], row: Row) -> None:
     assert facts["ray"][row.training].get(row.fact) == row.ray
     assert facts["here"][row.training].get(row.fact) == (row.ray if row.here is ... else row.here)

@@ -1,4 +1,4 @@
-"""Trainings that show what Ray Train does: `python -m tests.support.ray_trainings` runs them with Ray Train alone.
+"""Trainings that show what Ray Train does: `python -m tests.support.ray_trainings FOLDER NAME...` runs some by it.
 
 A loop writes down what it sees, as *facts*: `{name: [value of rank 0, value of rank 1]}`, the last one of each rank.
 """
@@ -356,12 +356,12 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all trainings on the cluster of `RAY_ADDRESS`, in a folder, and write what came of each there."""
+    """Run trainings on the cluster of `RAY_ADDRESS`, in a folder, and write what came of each there."""
     import ray
 
     folder = Path(sys.argv[1])
     ray.init(log_to_driver=False)
-    found = {name: _run(name, training, folder) for name, training in TRAININGS.items()}
+    found = {name: _run(name, TRAININGS[name], folder) for name in sys.argv[2:]}
     (folder / "facts.json").write_text(json.dumps(found))
 
 
