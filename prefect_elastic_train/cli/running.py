@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from prefect_elastic_train.blocks._common import TrainingBlock
 
-#: Exit code for wrong usage, as typer has it.
+#: Exit code for wrong usage, the same as typer's.
 WRONG_USAGE = 2
 
 _CONFIG, _BLOCKS, _RUN = "Config of the loop", "Blocks", "Run"
@@ -172,7 +172,7 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     try:
         state: Any = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
     except KeyboardInterrupt:
-        typer.echo("interrupted; committed checkpoints stay. To go on: --run-name RUN --resume", err=True)
+        typer.echo("interrupted; checkpoints are kept. To continue: --run-name TASK_RUN_NAME --resume", err=True)
         raise typer.Exit(130) from None  # as shells do after Ctrl-C
     except Abort as error:
         fail(f"{error}. Flow run {_where_to_look(flow_run)}")

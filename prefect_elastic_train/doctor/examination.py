@@ -114,7 +114,7 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
 
 
 def check_versions() -> Iterator[Finding]:
-    """Report the versions that must be the same on all nodes."""
+    """Report the versions of Python, this package, Ray and Prefect."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("prefect-elastic-train", "ray", "prefect"))
     yield ok(f"Python {platform.python_version()}, {packages}")
 

@@ -37,7 +37,7 @@ _UPLOAD_SECONDS = 3600.0
 _HOLD_SECONDS = 60.0
 _SLOW_SECONDS = 60.0  # of an upload or download, between two warnings
 _LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
-_SAMPLE_SECONDS = 5.0  # between two looks at where the loop is, each of which holds up all threads
+_SAMPLE_SECONDS = 0.25  # between two samples of the loop's position; taking one stops all threads of the worker
 
 
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
@@ -120,7 +120,7 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     """
 
     _warned_at = _looked_at = 0.0
-    _free_at = 0.0  # time of the last look at which the loop did not wait for Ray or other ranks; 0 before the first
+    _free_at = 0.0  # time of the last sample in which the loop did not wait for Ray or other ranks; 0: none
 
     def poll_status(self) -> Any:
         status = super().poll_status()
@@ -130,7 +130,7 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
         if now - self._looked_at > _SAMPLE_SECONDS:
             self._looked_at = now
             frame = loop_watch.innermost_frame()
-            # The loop waits in Ray, as in a report, or in a torch collective, which DDP's are part of a backward pass.
+            # The loop waits in Ray, such as in report(), or in a torch collective. DDP's are in the backward pass.
             if not (
                 frame
                 and self._free_at

@@ -195,7 +195,7 @@ def innermost_frame() -> Any:
 
 def _frames() -> dict[int, Any]:
     """Return the innermost frame of each thread, by the thread's identifier."""
-    # In Python 3.10 and up to 3.11.8, a garbage collection meanwhile can deadlock the process: cpython#106883.
+    # In Python 3.11.0 to 3.11.8, a garbage collection during this call can deadlock the process: cpython#106883.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -379,7 +379,7 @@ class LoopWatch:
         message = (
             f"the loop began again{f' at {_in_words(here)}' if here else ''} although the checkpoint"
             f"{f' of {_in_words(self._before)}' if self._before else ''} is there ({self._checkpoint}): it never read "
-            "what ray.train.get_checkpoint() returns. Restore model, optimizer and step from that before the first step"
+            "what ray.train.get_checkpoint() returns. Restore model, optimizer and step before the first step"
         )
         self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
         return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fails else None
@@ -392,8 +392,8 @@ class LoopWatch:
     def _tell_unsaved(self) -> None:
         message = (
             f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
-            "checkpoint: a restart begins at step 0. Save with ray.train.report(metrics, checkpoint=...), or train in "
-            "a prefect_elastic_train.loop.session"
+            "checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
+            "checkpoint=...), or use prefect_elastic_train.loop.session()"
         )
         self._tell(LoopWarned(problem="no-checkpoint", message=message))
 

@@ -78,7 +78,7 @@ def train_context() -> Any:
 
 
 def local_context() -> Any:
-    """Return Ray's train context in local mode (``num_workers=0``), else None. Does not import Ray."""
+    """Return Ray's context of this process' latest local-mode training, or None. Does not import Ray."""
     module = sys.modules.get("ray.train.v2._internal.execution.train_fn_utils")
     utils = getattr(module, "_train_fn_utils", None)
     return utils and utils.get_context()

@@ -14,10 +14,10 @@ from prefect_elastic_train.orchestration.training import Training
 
 
 class LocalTraining(Training):
-    """A training that runs the train loop in the process of its task. It saves no checkpoint."""
+    """A training that runs the train loop in the flow process and saves no checkpoint."""
 
     def attempt(self) -> TrainingResult:
-        """Run the loop, and return the metrics of its last report."""
+        """Run the loop once; return a result with the metrics of its last report."""
         request = self.request
         if request.resume_from or threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(

@@ -145,9 +145,9 @@ def elastic_train(
         timeout_seconds: Seconds from now after which the training is ended and TimedOut, over all its driver
             restarts in this flow process; what it has committed stays. Default: no bound.
         local: Run the loop in this process with Ray Train's local mode (``num_workers=0``), so that breakpoints work.
-            Saves no checkpoint and does not retry. Does not use the values of blocks, ``resume``, the configurations
-            of Ray, ``worker_runtime_env`` and ``timeout_seconds``. Returns the metrics of the last report. Default
-            False.
+            Saves no checkpoint and does not retry. Blocks, ``resume``, Ray's configurations, ``worker_runtime_env`` and
+            ``timeout_seconds`` are checked and then ignored; ``resume_from`` is an error. The result has the metrics
+            of the last report. Default False.
 
     Returns:
         What the training gives back.

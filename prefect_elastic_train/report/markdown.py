@@ -27,7 +27,7 @@ _TIME_PARTS = {
 }
 _MAX_CODE = 300
 
-#: Formats a number of bytes in a binary unit, such as ``3.0 MiB``.
+#: Returns a size in bytes as text, such as ``3.0 MiB`` or ``6 Bytes``.
 size = partial(naturalsize, binary=True)
 
 

@@ -20,7 +20,7 @@ CONFIG = {"steps": 25, "length": 64, "global_batch": 8, "dropout": 0.1}
 
 
 class LoopBugError(Exception):
-    """What a loop raises."""
+    """An exception of a train loop."""
 
 
 def _reports(config: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def _make_rows() -> Any:
 
 
 @pytest.mark.usefixtures("api")
-def test_a_local_training_stops_at_breakpoints_raises_what_its_loop_raises_and_starts_no_process(
+def test_local_mode_stops_at_breakpoints_raises_the_exception_of_the_loop_and_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stops: list[int] = []
@@ -68,7 +68,7 @@ def test_a_local_training_stops_at_breakpoints_raises_what_its_loop_raises_and_s
     assert (result.metrics, result.run_uri, result.checkpoint_uri) == (expected, "", "")
     with pytest.raises(LoopBugError):
         trains(True)
-    assert stops == [os.getpid()] * 2, "no attempt follows one whose loop has raised"
+    assert stops == [os.getpid()] * 2, "the loop ran once in each call: its exception is not retried"
     assert psutil.Process().children(recursive=True) == before
     assert not list(tmp_path.rglob("elastic_train_runs"))
 
@@ -78,7 +78,7 @@ def _resumed(given: dict[str, Any]) -> TrainingResult:
 
 
 @pytest.mark.usefixtures("api")
-def test_a_loop_with_a_session_ends_with_the_same_weights_in_local_mode_as_when_called_directly(tmp_path: Path) -> None:
+def test_a_session_ends_with_the_same_weights_in_local_mode_as_in_a_plain_call(tmp_path: Path) -> None:
     @flow
     def trains(weights: str) -> list[TrainingResult]:
         given: Any = {"train_loop_config": {**CONFIG, "weights": weights}, "local": True}

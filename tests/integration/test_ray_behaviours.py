@@ -189,7 +189,7 @@ def _derived(facts: dict[str, Any], files: dict[str, list[str]]) -> dict[str, An
 
 
 def _facts(names: Sequence[str], factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
-    """Yield of each training what Ray Train alone does, and what it does here."""
+    """Yield the facts of the named trainings: with Ray Train alone (`ray`) and with this package (`here`)."""
     from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     alone, here = factory.mktemp("ray"), factory.mktemp("here")
@@ -218,13 +218,13 @@ def _facts(names: Sequence[str], factory: pytest.TempPathFactory, api_url: str) 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
-    """Of the trainings that complete."""
+    """Return the facts of the trainings that complete."""
     yield from _facts([name for name in TRAININGS if name not in FAILING], tmp_path_factory, api_url)
 
 
 @pytest.fixture(scope="module")
 def facts_of_failures(tmp_path_factory: pytest.TempPathFactory, api_url: str) -> Iterator[dict[str, Any]]:
-    """Of the trainings that fail."""
+    """Return the facts of the trainings that fail with Ray Train alone."""
     yield from _facts(FAILING, tmp_path_factory, api_url)
 
 
@@ -235,7 +235,7 @@ def test_what_ray_train_does_is_done_here_or_the_row_says_why_not(facts: dict[st
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in ROWS if row.training in FAILING], ids=_id)
-def test_how_ray_train_fails_is_how_it_fails_here_or_the_row_says_why_not(
+def test_a_training_fails_as_with_ray_train_alone_or_the_row_gives_the_reason(
     facts_of_failures: dict[str, Any], row: Row
 ) -> None:
     _compare(facts_of_failures, row)

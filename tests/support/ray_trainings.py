@@ -1,4 +1,4 @@
-"""Trainings that show what Ray Train does: `python -m tests.support.ray_trainings FOLDER NAME...` runs some by it.
+"""Loops that show what Ray Train does: `python -m tests.support.ray_trainings FOLDER NAME...` runs some with it alone.
 
 A loop writes down what it sees, as *facts*: `{name: [value of rank 0, value of rank 1]}`, the last one of each rank.
 """
@@ -356,7 +356,7 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run trainings on the cluster of `RAY_ADDRESS`, in a folder, and write what came of each there."""
+    """Run the named trainings on the cluster at `RAY_ADDRESS`; write their facts to `FOLDER/facts.json`."""
     import ray
 
     folder = Path(sys.argv[1])

@@ -62,7 +62,7 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
     assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
-def test_the_versions_that_all_nodes_must_share_are_shown() -> None:
+def test_doctor_shows_the_versions_of_python_ray_and_prefect() -> None:
     [found] = examination.check_versions()
     assert found.level == "ok"
     for part in (platform.python_version(), f"ray {version('ray')}", f"prefect {version('prefect')}"):
