@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -34,6 +35,15 @@ def _no_prefect_server() -> Iterator[None]:
 def _hearts_beat_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a heartbeat is watched for a moment."""
     monkeypatch.setattr("prefect_elastic_train.runs.liveness.HEARTBEAT_SECONDS", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def _no_details_are_written_later() -> Iterator[None]:
+    """Stop what would write into the folder of a test that has ended; a driver's process ends with its timers."""
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function.__name__ == "write_details":
+            thread.cancel()
 
 
 @pytest.fixture
