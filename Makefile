@@ -80,7 +80,7 @@ bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting,
 	$(BIN)/python -m benchmarks.run_growth
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
-	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits
+	PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 $(BIN)/python -m flows.digits
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo
