@@ -23,6 +23,7 @@ from prefect.context import FlowRunContext
 from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
+from prefect_elastic_train.driver.interruptions import notice_interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, load_given
 from prefect_elastic_train.rehearsal import judging
 from prefect_elastic_train.rehearsal.certificate import Certificate
@@ -91,6 +92,7 @@ def rehearse(
         ConfigurationError: Bad arguments; nothing was started.
         ElasticTrainError: The cluster does not start, or the loop fails undisturbed.
     """
+    notice_interruptions()
     check_arguments(framework, None, False, None, 60 * minutes)
     if not faults or not {*faults} <= {*KINDS} or workers < 1:
         told = f"faults={list(faults)!r}, workers={workers!r}"

@@ -16,6 +16,7 @@ from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, Payload, RunRequest
+from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import driver_spec, pickled
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
@@ -48,6 +49,7 @@ class Stage:
         self._course = Course()
         self._looks: Looks
         self._runtime = Runtime(get_settings(), lambda event: self._course.handle(event), on_line, self._look)
+        self._interruptions = interruptions()
         self._devices: dict[str, int] = {}  # the first GPU of each node
         self.outage = folder / "outage"  # the storage does not answer while this file is there
         #: Whether the training goes on while a node is missing.
@@ -130,5 +132,7 @@ class Stage:
         return course, why
 
     def _look(self) -> None:
+        if interruptions() > self._interruptions:  # an import of a Cython module drops the exception of the handler
+            raise KeyboardInterrupt
         if next(self._looks, Enough) is Enough or time.time() > self.ends_at:
             raise Enough

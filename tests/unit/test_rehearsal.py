@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +24,7 @@ from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.request import Payload
+from prefect_elastic_train.driver.interruptions import notice_interruptions
 from prefect_elastic_train.rehearsal import judging, players, rehearsing
 from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
@@ -475,6 +478,20 @@ def test_a_training_is_cut_off_when_the_time_of_the_rehearsal_is_over(tmp_path: 
         stage.ends_at = time.time()
         with pytest.raises(Enough):
             stage._look()
+
+
+def test_a_training_ends_by_a_signal_whose_exception_an_import_has_dropped(tmp_path: Path) -> None:
+    notice_interruptions()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with closing(Stage(Payload("json:loads"), "none", ElasticScaling(), tmp_path, lambda *_: None)) as stage:
+            stage._looks = (None for _ in iter(int, 1))  # without an end
+            stage._look()
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                stage._look()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:

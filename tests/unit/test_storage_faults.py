@@ -313,9 +313,10 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 
 
 def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_counted_up_to_its_last_try() -> None:
-    ended, started = threading.Event(), time.monotonic()
+    ended, started, calls = threading.Event(), time.monotonic(), list[int]()
 
     def operation() -> None:
+        calls.append(threading.get_ident())
         if not ended.is_set():
             raise TimeoutError
 
@@ -323,7 +324,8 @@ def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_cou
     threads = [threading.Thread(target=Retries(30).call, args=("do it", operation)) for _ in range(8)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: waiting_since() is not None, 5, "the wait to begin")
+    wait_for(lambda: waiting_since() is not None, 20, "the wait to begin")
+    wait_for(lambda: len(calls) >= 16, 20, "a second try of each: the first ones are counted then")
     time.sleep(0.3)
     first = take_waits()
     ended.set()
