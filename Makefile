@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install check lint types unit integration faults quick every test test-all soak api bench demo clean
+.PHONY: help install check lint types unit integration faults quick every test test-all soak api reference bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,9 @@ soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of whic
 
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api
+
+reference: $(STAMP)  ## write docs/reference/ from the code
+	$(BIN)/python -m tests.support.reference
 
 bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead

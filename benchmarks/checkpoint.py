@@ -287,8 +287,8 @@ def measure_local() -> None:
 
 def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
-    from prefect_elastic_train.elastic.checkpoints import run_filesystem
     from prefect_elastic_train.runs import layout
+    from prefect_elastic_train.runs.run_filesystem import run_filesystem
     from prefect_elastic_train.storage.opening import open_storage
 
     settings = s3_settings(endpoint_url)

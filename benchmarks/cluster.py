@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
+from prefect_elastic_train.rehearsal.node_cluster import COMMAND, NodeCluster
 
 DRAIN, KILL = "drain", "kill"
 DRAIN_SECONDS = 30
@@ -37,7 +37,7 @@ class GrowingCluster:
                 stderr=output,
                 start_new_session=True,
             )
-        self._nodes = Nodes(process)
+        self._nodes = NodeCluster(process)
         self.address = self._nodes.address
 
     def add_node(self) -> float:

@@ -223,7 +223,7 @@ class Workbench:
         """Start a Ray cluster for one run of a side; at the end of that run nothing of it is left.
 
         Raises:
-            NodesFailedError: It does not start.
+            NodeClusterError: It does not start.
         """
         directory = Path(tempfile.mkdtemp(prefix="c", dir=self._root))
         try:

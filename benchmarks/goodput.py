@@ -35,7 +35,7 @@ from benchmarks.common import (
     warm_up,
 )
 from benchmarks.loops import WORKERS, LoopSettings, state_after
-from prefect_elastic_train.rehearsal.schedule import DRIVER, WORKER, Fault
+from prefect_elastic_train.rehearsal.schedule import DRIVER, WORKER, PlannedFault
 from tests.support.schedules import poisson
 
 STEP_SECONDS, CHECKPOINT_EVERY = 0.1, 20
@@ -66,17 +66,17 @@ class Sample:
     is_right: bool
 
 
-def kill(run: SideRun, side: Side, fault: Fault) -> bool:
+def kill(run: SideRun, side: Side, fault: PlannedFault) -> bool:
     """Kill a process of a side, if there is one of the kind."""
     if fault.kind == WORKER:
         newest = {line.rank: line.pid for line in run.ledger.read()}
         victims = [newest[rank] for rank in sorted(newest) if psutil.pid_exists(newest[rank])]
     else:
         drivers = run.processes_running(DRIVERS[side.entry_point])
-        # A younger one is spare, or a worker of torchrun.
+        # A younger one is pre-started, or a worker of torchrun.
         victims = [min(drivers, key=psutil.Process.create_time).pid] if drivers else []
     with suppress(psutil.Error):
-        victim = psutil.Process(victims[fault.of(victims)]) if victims else None
+        victim = psutil.Process(fault.choose(victims)) if victims else None
         # Workers of torchrun outlive their agent, and would train on beside those of the next one.
         own = victim.children(recursive=True) if victim and side.entry_point == "torchrun" else []
         if victim is not None and victim.status() != psutil.STATUS_ZOMBIE:
@@ -93,7 +93,7 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
     with workbench.run(side, loop, restart_forever=side is not OURS, failures=FAILURES) as run:
         kills, due = 0, run.started
         for fault in poisson((WORKER, DRIVER), seed, mean):
-            due += fault.wait
+            due += fault.wait_seconds
             while time.time() < min(due, run.started + most) and not run.has_ended():
                 time.sleep(0.1)
             if run.has_ended() or time.time() < due:

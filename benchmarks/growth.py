@@ -31,7 +31,7 @@ from benchmarks.common import (
 )
 from benchmarks.loops import WORKERS, LoopSettings
 from benchmarks.sides import NO_STANDBY, RESIZE_CHECK_SECONDS
-from prefect_elastic_train.rehearsal.nodes import NodesFailedError
+from prefect_elastic_train.rehearsal.node_cluster import NodeClusterError
 
 CHECKPOINT_EVERY = 20
 STEP_SECONDS = 0.1
@@ -160,7 +160,7 @@ def main() -> int:
                 try:
                     ending = ENDINGS[repeat % len(ENDINGS)]
                     sample = measure(workbench, side, phase, ending)
-                except (SideFailedError, NodesFailedError) as error:
+                except (SideFailedError, NodeClusterError) as error:
                     failed += 1
                     print(f"{progress} failed: {error}", flush=True)
                     continue

@@ -33,7 +33,7 @@ UNTHROTTLED_REPORTS = 5
 BUSY = LoopSettings(steps=3200, step_seconds=0.0, checkpoint_every=50, work_seconds=0.03)
 """Keeps a core busy with each worker, so that a standby worker which takes processor time costs steps."""
 BUSY_FROM_SECONDS = 85.0
-"""Standby workers and the spare driver are parked by then: they boot from the tenth second on, beside busy workers."""
+"""Standby workers and the pre-started driver are ready by then: they start from the tenth second on."""
 BARE = Side("ours-no-standby", "ours", {NO_STANDBY: "1"}, needs_prefect=True)
 
 LOOP = LoopSettings(steps=REPORTS, step_seconds=0.0, checkpoint_every=1)

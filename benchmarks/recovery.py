@@ -41,8 +41,8 @@ from benchmarks.loops import WORKERS, LedgerLine, LoopSettings
 DEFAULT_CHECKPOINT_EVERY = 10
 STEP_SECONDS = 0.05
 WARM_SECONDS = 75.0
-"""So long each worker group has trained before the next kill, on all sides: ours has its standby workers and its spare
-driver by then."""
+"""Training time of each worker group before the next kill, on all sides: ours has its standby workers and its
+pre-started driver by then."""
 
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER = "worker", "driver"
@@ -79,7 +79,7 @@ def kill_and_measure(run: SideRun, side: Side, case: str, is_due: Callable[[Ledg
         drivers = run.processes_running(DRIVER_ARGUMENT[side.entry_point])
         if not drivers:
             raise run.failed("has no driver process")
-        victim = min(drivers, key=psutil.Process.create_time).pid  # a younger one is spare
+        victim = min(drivers, key=psutil.Process.create_time).pid  # a younger one is pre-started
     before = run.ledger.read()
     old = {line.pid for line in before}
     killed_at = time.time()

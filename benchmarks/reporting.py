@@ -40,7 +40,7 @@ from benchmarks.loops import WORKERS, LoopSettings, SideSettings
 if TYPE_CHECKING:
     from prefect_elastic_train.core.events import Event
     from prefect_elastic_train.orchestration.logs import RunLog
-    from prefect_elastic_train.orchestration.publisher import Publisher
+    from prefect_elastic_train.orchestration.report_publisher import Publisher
 
 PARTS = ("throughput", "supervisor", "memory")
 
@@ -174,12 +174,12 @@ class SimulatedRun:
             yield ControllerAlive(at=at, attempt=attempt, doing="polling the workers", seconds=0.1)
 
     def _fail(self) -> Iterator[Event]:
+        from prefect_elastic_train.core.causes import distinct_errors
         from prefect_elastic_train.core.events import StateChanged, WorkerFailed
-        from prefect_elastic_train.core.ray_output import distinct
 
         texts = {rank: BEREAVED.format(rank=rank) for rank in range(self._workers)}
         texts[self._workers // 2] = DEAD
-        errors, also = distinct(texts)
+        errors, also = distinct_errors(texts)
         lost = self._step - self._kept
         yield WorkerFailed(
             at=self._at, attempt=self._attempt, errors=errors, also=also, retried=True, reports_lost=lost
@@ -342,7 +342,7 @@ class Follower:
             return
         self._log.event(event)
         began = self._spent("log", began)
-        self._publisher.take(event)
+        self._publisher.add(event)
         self._spent("report", began)
 
     def _spent(self, what: str, began: float) -> float:
@@ -361,7 +361,7 @@ def follow_simulated_run(settings: SideSettings) -> None:
 
     from prefect_elastic_train.core.operator_settings import get_settings
     from prefect_elastic_train.orchestration.logs import RunLog
-    from prefect_elastic_train.orchestration.publisher import Publisher
+    from prefect_elastic_train.orchestration.report_publisher import Publisher
     from prefect_elastic_train.report.run_report import RunReport
 
     @flow(name="benchmark")
@@ -447,7 +447,7 @@ def replay_history(settings: SideSettings) -> None:
     sizes: list[int] = []
     memory: list[int] = []
     for event in SimulatedRun(time.time(), settings.loop, SIMULATED_WORKERS, life).events():
-        report.take(event)
+        report.add(event)
         if isinstance(event, Report) and report.reports % REPLAY_STRIDE == 0:
             sizes.append(len(render(report, event.at, draw(report, event.at)).encode()))
             gc.collect()

@@ -21,6 +21,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from benchmarks.common import machine_lines, markdown_table, parse_arguments, summary
+from prefect_elastic_train.controller.checkpoint_manager import RankedCheckpointManager
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.ray_output import Details
@@ -28,14 +29,14 @@ from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, Ende
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput
-from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
+from prefect_elastic_train.driver.event_relay import EventOutput, EventRecorder
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
+from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.runs.history import HistoryWriter
-from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import LocalRunStore
 
 REQUEST_SECONDS = 0.03
@@ -123,26 +124,26 @@ class Run:
                 lines = "".join(f"{ev.encode_event(event)}\n" for event in events)
                 self._write(f"{layout.EVENTS}/{attempt:04}-000.jsonl", lines.encode())
                 continue
-            teller = self.teller(attempt)  # as its driver writes it
+            recorder = self.recorder(attempt)  # as its driver writes it
             for event in events:
-                teller.emit(event)
-            teller.close()
+                recorder.emit(event)
+            recorder.close()
         self._write(layout.SNAPSHOT, json.dumps(snapshot).encode())
 
-    def teller(self, attempt: int) -> AttemptTeller:
+    def recorder(self, attempt: int) -> EventRecorder:
         """Return the receiver of an attempt's events, after it has read the history."""
         with open(os.devnull, "w") as nowhere:
-            teller = AttemptTeller(EventOutput(nowhere), Details(), self.store, self.spec)
-        teller.attempt, teller.history = attempt, HistoryWriter(self.store, attempt)
-        teller.recall()
-        return teller
+            recorder = EventRecorder(EventOutput(nowhere), Details(), self.store, self.spec)
+        recorder.attempt, recorder.history = attempt, HistoryWriter(self.store, attempt)
+        recorder.recall_history()
+        return recorder
 
     def start_driver(self) -> int:
         """Begin an attempt, and read the history."""
         begun = begin_attempt(self.store, self.spec)
         assert isinstance(begun, Begun)
         assert not begun.notes, begun.notes
-        self.teller(begun.attempt).close()
+        self.recorder(begun.attempt).close()
         return begun.attempt
 
     def start_group(self, attempt: int) -> Any:
@@ -151,7 +152,7 @@ class Run:
             str(self.folder.parent), self.folder.name, storage_filesystem=run_filesystem(self.store, attempt)
         )
         manager = RankedCheckpointManager(CheckpointConfig(), storage)
-        remove_interrupted_uploads(self.store, attempt)
+        remove_leftovers(self.store, attempt)
         assert RunDirectory(self.store, attempt).newest_commit is not None
         return manager
 

@@ -1,1 +1,1 @@
-"""Block documents as code: `blocks.profiles` says which, `python -m blocks.apply` saves them."""
+"""Block documents as code: `blocks.profiles` defines them, `python -m blocks.apply` saves them."""

@@ -1,4 +1,4 @@
-"""Save the profiles as block documents: `python -m blocks.apply [PROFILE]... [--dry-run]`, as often as you like."""
+"""Save the profiles as block documents: `python -m blocks.apply [PROFILE]... [--dry-run]`. It can be repeated."""
 
 import os
 from typing import Annotated
@@ -7,24 +7,24 @@ import typer
 
 from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError
 from prefect_elastic_train.blocks.documents import apply
-from prefect_elastic_train.cli.common import errors
+from prefect_elastic_train.cli.common import exit_on_error
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def chosen_documents(names: list[str], environment: Environment) -> tuple[dict[str, Blocks], list[str]]:
-    """Make the blocks of profiles.
+    """Create the blocks of profiles.
 
     Args:
-        names: The profiles; empty for all whose environment variables are set.
+        names: Names of profiles. Empty: all whose environment variables are set.
         environment: Environment variables.
 
     Returns:
-        The blocks by profile, and a line for each profile that is left out.
+        The blocks by profile, and a message for each profile that is skipped.
 
     Raises:
-        ConfigurationError: There is no such profile, or a variable that it needs is not set or has a bad value.
+        ConfigurationError: There is no profile of that name, or one of its variables is not set or is invalid.
     """
     if unknown := [name for name in names if name not in PROFILES]:
         raise ConfigurationError(f"there is no profile {unknown[0]!r}; profiles are {', '.join(PROFILES)}")
@@ -47,12 +47,12 @@ def main(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be saved.")] = False,
 ) -> None:
-    """Create or update the block documents of the profiles; print their names.
+    """Create or update the block documents of the profiles, and print their names.
 
-    Values of the code replace what was typed in the UI. A secret that the code does not give stays as it is. A profile
-    that needs an environment variable that is not set is left out, or an error if it was named.
+    Values in the code replace values that were entered in the UI. A secret that the code does not set is kept. If a
+    required environment variable is not set, its profile is skipped, or is an error if it was named.
     """
-    with errors():
+    with exit_on_error():
         documents, skipped = chosen_documents(profiles or [], os.environ)
         saved = apply(documents, dry_run=dry_run)
     for line in [*saved, *skipped]:

@@ -1,7 +1,7 @@
-"""Profiles: the blocks to train with on a laptop, on spot GPUs, on TPU slices, and a bucket to keep runs in.
+"""Profiles: blocks for training on a laptop, on spot GPUs, on TPU slices, and for runs in a bucket.
 
-This file is meant to be changed. What differs from one installation to the next is read from environment variables, all
-of which begin with `ELASTIC_TRAIN_`; what a team decides for all its trainings is written here.
+Change this file to fit your team. Values that differ between installations are read from environment variables, all of
+which begin with `ELASTIC_TRAIN_`.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +35,8 @@ class Profile:
 
     Attributes:
         name: Name of the block documents.
-        description: What the profile is for.
-        build: Makes the blocks from the environment variables.
+        description: Purpose of the profile.
+        build: Creates the blocks from the environment variables.
     """
 
     name: str
@@ -44,27 +44,27 @@ class Profile:
     build: Callable[[Environment], Blocks]
 
     def blocks(self, environment: Environment) -> Blocks:
-        """Make the blocks.
+        """Create the blocks.
 
         Args:
             environment: Environment variables.
 
         Raises:
-            UnsetVariableError: A required one is not set.
-            ConfigurationError: One has a value that is not allowed.
+            UnsetVariableError: A required variable is not set.
+            ConfigurationError: A variable has an invalid value.
         """
         try:
             return self.build(environment)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)]
+            details = error.errors(include_input=False)
+            problems = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
             raise ConfigurationError(f"profile {self.name} has a bad value: {'; '.join(problems)}") from None
 
 
 def laptop(environment: Environment) -> Blocks:
     """Train on this machine: a local cluster for each training, one or two CPU workers.
 
-    `ELASTIC_TRAIN_RUNS` names the directory for runs; by default it is the one that `elastic_train` uses without a
-    storage.
+    `ELASTIC_TRAIN_RUNS` is the directory of the runs. The default is that of `elastic_train` without a storage.
     """
     return [
         LocalStorage(path=_optional(environment, "ELASTIC_TRAIN_RUNS") or "~/elastic_train_runs"),
@@ -76,18 +76,18 @@ def laptop(environment: Environment) -> Blocks:
 
 
 def spot_gpu(environment: Environment) -> Blocks:
-    """Train on one to eight GPUs that may be taken away at any time.
+    """Train on one to eight spot GPUs, which may be preempted at any time.
 
-    `ELASTIC_TRAIN_SPOT_GPU_ADDRESS` (required) is the Ray cluster: `host:port` for workers on one of its nodes,
-    `http(s)://host:8265` for workers elsewhere. `ELASTIC_TRAIN_SPOT_GPU_TOKEN` is its token; without it, one that was
-    typed in the UI stays.
+    `ELASTIC_TRAIN_SPOT_GPU_ADDRESS` (required) is the Ray cluster: `host:port` if the flow runs on one of its nodes,
+    `http(s)://host:8265` if it runs elsewhere. `ELASTIC_TRAIN_SPOT_GPU_TOKEN` is its token. Without it, a token that
+    was entered in the UI is kept.
     """
     return [
         ElasticScaling(
             min_workers=1,
             max_workers=8,
             accelerator="gpu",
-            wait_for_max_seconds=300,  # nodes come one by one; starting at once would mean a restart for each
+            wait_for_max_seconds=300,  # nodes start one by one; without waiting, each would restart the worker group
             stability_delay_seconds=60,
         ),
         FailureBudget(
@@ -104,7 +104,7 @@ def spot_gpu(environment: Environment) -> Blocks:
 
 
 def tpu_v6e(environment: Environment) -> Blocks:
-    """Train on one to four TPU v6e slices of 4x4 chips: four hosts each, a worker on each host.
+    """Train on one to four TPU v6e slices of 4x4 chips. Each has four hosts, with one worker on each host.
 
     `ELASTIC_TRAIN_TPU_V6E_ADDRESS` (required) and `ELASTIC_TRAIN_TPU_V6E_TOKEN` are the cluster and its token.
     """
@@ -115,7 +115,7 @@ def tpu_v6e(environment: Environment) -> Blocks:
             accelerator="tpu",
             topology="4x4",
             accelerator_type="TPU-V6E",
-            wait_for_max_seconds=600,  # a slice takes minutes to come, all its hosts at once
+            wait_for_max_seconds=600,  # a slice takes minutes to start
             stability_delay_seconds=60,
         ),
         FailureBudget(
@@ -124,7 +124,7 @@ def tpu_v6e(environment: Environment) -> Blocks:
             driver_restarts=10,
             driver_restart_delay_seconds=30,
             max_attempts_without_progress=3,
-            stall_timeout_seconds=3600,  # the first compilation of a large model is a long time without a report
+            stall_timeout_seconds=3600,  # the loop does not report while a large model is compiled
         ),
         CheckpointPolicy(keep=5),
         _cluster(environment, "ELASTIC_TRAIN_TPU_V6E"),
@@ -132,10 +132,10 @@ def tpu_v6e(environment: Environment) -> Blocks:
 
 
 def s3(environment: Environment) -> Blocks:
-    """Keep runs in a bucket, with the credentials that each node has.
+    """Keep runs in a bucket, with the credentials of each node.
 
-    `ELASTIC_TRAIN_S3_BUCKET_PATH` (required) is bucket and prefix, `ELASTIC_TRAIN_S3_ENDPOINT_URL` a store other than
-    AWS, `ELASTIC_TRAIN_S3_REGION` the bucket's region. Keys are not taken from here: those typed in the UI stay.
+    `ELASTIC_TRAIN_S3_BUCKET_PATH` (required) is bucket and prefix, `ELASTIC_TRAIN_S3_ENDPOINT_URL` the URL of a store
+    other than AWS, `ELASTIC_TRAIN_S3_REGION` the bucket's region. Keys that were entered in the UI are kept.
     """
     return [
         S3Storage(

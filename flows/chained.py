@@ -1,12 +1,12 @@
-"""Preparation, training and evaluation of the digits as flows of their own, chained in three ways.
+"""Preparation, training and evaluation of the digits as separate flows, chained in three ways.
 
-- `pipeline` runs their deployments one after the other, each where its deployment runs: only training needs Ray.
-- `pipeline_in_one` calls them as subflows, in one process.
-- An automation may start `evaluate` when a training has completed: `elastic-train automations create train/train
+- `pipeline` runs their deployments one after the other. Each runs in its own work pool, and only training needs Ray.
+- `pipeline_in_one` calls them as subflows in one process.
+- An automation can start `evaluate` when a training has completed: `elastic-train automations create train/train
   --evaluate-with evaluate/digits --evaluate-at completed`.
 
-The fourth way, tasks of one flow, is `flows.digits`. Each night's training goes on from the best checkpoint of the
-night before (`resume_from="latest"`).
+`flows.digits` is a fourth way, with tasks of one flow. Each pipeline run trains on from the best checkpoint of the run
+before (`resume_from="latest"`).
 """
 
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ def prepare(data_dir: str = DEFAULT_DATA_DIRECTORY) -> dict[str, Any]:
     """Prepare the digits.
 
     Args:
-        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
+        data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
 
     Returns:
         The fields of `flows.digits.DigitsData`, JSON-safe.
@@ -49,42 +49,42 @@ def prepare(data_dir: str = DEFAULT_DATA_DIRECTORY) -> dict[str, Any]:
 
 
 def train_loop_config(data: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Return what the loop of the digits is called with.
+    """Return the config of the digits' train loop.
 
     Args:
-        data: What `prepare` returned.
-        epochs: Passes over the training images, beyond those of the run that it starts from.
+        data: Result of `prepare`.
+        epochs: Passes over the training images, without those of the run whose checkpoint it starts from.
     """
     return {"train_path": data["train_path"], "epochs": epochs, "seed": 0, "batch_size": 64, "learning_rate": 1e-3}
 
 
 def best_checkpoint(trained: TrainingResult) -> str:
-    """Return the URI of the checkpoint that is worth an evaluation.
+    """Return the URI of the best checkpoint.
 
     Args:
-        trained: What the training returned.
+        trained: Result of the training.
     """
     return trained.best_checkpoints[-1].uri
 
 
 def run_to_end(deployment: str, parameters: dict[str, Any], timeout_seconds: float) -> Any:
-    """Run a deployment, wait for its end and give its result.
+    """Run a deployment, wait for its end, and return its result.
 
-    The flow of the deployment persists its result (`persist_result=True`), where this process can read it: in the
-    home of Prefect on one machine, else in the block that `PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK` names for both. A
-    retry of the calling flow run finds the run that it has started before, and starts no second one.
+    The flow of the deployment must persist its result (`persist_result=True`) where this process can read it: in
+    Prefect's home directory on the same machine, or in the block `PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK`. A retry of
+    the calling flow run waits for the run that was started before, and starts no second one.
 
     Args:
-        deployment: Its name, `flow/deployment`.
-        parameters: Of its flow.
-        timeout_seconds: How long it is waited for.
+        deployment: Name of the deployment, `flow/deployment`.
+        parameters: Parameters of its flow.
+        timeout_seconds: Longest time to wait, in seconds.
 
     Returns:
-        What its flow returned.
+        Result of its flow.
 
     Raises:
-        TimeoutError: It has not ended by then. It goes on.
-        Exception: What its flow raised, or what Prefect says of a run that was cancelled or has crashed.
+        TimeoutError: The flow run has not ended in time. It continues.
+        Exception: The exception of its flow, or Prefect's for a run that was cancelled or has crashed.
     """
     started = run_deployment(
         deployment,
@@ -94,10 +94,10 @@ def run_to_end(deployment: str, parameters: dict[str, Any], timeout_seconds: flo
         idempotency_key=f"{flow_run.get_id()} {deployment}",
     )
     if started.state is None or not started.state.is_final():
-        now = started.state.name if started.state else "without a state"
+        state = started.state.name if started.state else "without a state"
         raise TimeoutError(
-            f"flow run {started.name!r} of {deployment} is {now} after {timeout_seconds:g} s; it goes on. Retry this "
-            "flow run to wait for it again, or cancel it"
+            f"flow run {started.name!r} of {deployment} is {state} after {timeout_seconds:g} s and continues. Retry "
+            "this flow run to wait for it again, or cancel it"
         )
     return started.state.result()
 
@@ -112,18 +112,18 @@ def pipeline(
     evaluate_with: str = "evaluate/digits",
     timeout_seconds: Annotated[float, Field(gt=0)] = 86400.0,
 ) -> dict[str, Any]:
-    """Prepare, train and evaluate by deployments.
+    """Prepare, train and evaluate with deployments.
 
     Storage, scaling and cluster are those of the training's deployment.
 
     Args:
         epochs: Passes over the training images in this run.
-        resume_from: What the training starts from; empty for the beginning.
-        data_dir: Directory for the prepared data, which all three deployments see.
+        resume_from: Run or checkpoint that the training starts from. Empty: from scratch.
+        data_dir: Directory for the prepared data, which all three deployments can read.
         prepare_with: Deployment of `prepare`.
         train_with: Deployment of `prefect_elastic_train.train_flow.train`.
         evaluate_with: Deployment of `flows.evaluate.evaluate`.
-        timeout_seconds: How long each of them is waited for.
+        timeout_seconds: Longest time to wait for each of them, in seconds.
 
     Returns:
         `trained`, the fields of `TrainingResult`, and `evaluation`, those of `Evaluation`.
@@ -135,12 +135,12 @@ def pipeline(
         "resume_from": resume_from,
     }
     trained = TrainingResult.model_validate(run_to_end(train_with, training, timeout_seconds))
-    wanted = {
+    parameters = {
         "checkpoint_uri": best_checkpoint(trained),
         "storage": trained.storage_block,
         "data_dir": data_dir,
     }
-    evaluation = run_to_end(evaluate_with, wanted, timeout_seconds)
+    evaluation = run_to_end(evaluate_with, parameters, timeout_seconds)
     return {"trained": trained.model_dump(mode="json"), "evaluation": evaluation}
 
 
@@ -159,13 +159,13 @@ def pipeline_in_one(
 
     Args:
         epochs: Passes over the training images in this run.
-        resume_from: What the training starts from; empty for the beginning.
-        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
-        storage: Where the run and its checkpoints are kept.
-        scaling: How many workers train, and on what.
-        failures: How many failures the training may survive.
-        checkpoints: Which checkpoints are kept, and which is the best.
-        cluster: Where the training runs; by default a local cluster.
+        resume_from: Run or checkpoint that the training starts from. Empty: from scratch.
+        data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
+        storage: Storage of the run and its checkpoints.
+        scaling: Number of workers, and their resources.
+        failures: Failures that the training may survive.
+        checkpoints: Checkpoints that are kept, and the metric that ranks them.
+        cluster: Ray cluster to train on. Default: a local cluster.
 
     Returns:
         `trained`, the fields of `TrainingResult`, and `evaluation`, those of `Evaluation`.

@@ -1,7 +1,7 @@
 """Handwritten digits, from data to report: prepare the data, train elastically, evaluate the checkpoint.
 
-The data are the 1,797 real 8 x 8 pictures that scikit-learn ships, so the pipeline runs without a download.
-`python -m flows.digits` (or `make demo`) runs it here and now, `python -m flows.serve` as a deployment.
+The data are the 1,797 real 8 x 8 images that come with scikit-learn, so the pipeline needs no download.
+`python -m flows.digits` (or `make demo`) runs it in this process, `python -m flows.serve` serves it as a deployment.
 Importing this module imports neither torch nor ray: the heavy imports are in the functions that need them.
 """
 
@@ -26,6 +26,7 @@ from prefect_elastic_train import (
     LocalStorage,
     RayCluster,
     S3Storage,
+    TrainingResult,
     checkpoint_directory,
     elastic_train,
     loop,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 Storage = LocalStorage | S3Storage | FsspecStorage
 
 REQUIRED_ACCURACY = 0.95  # share of test images; the demo exits with an error below it
-TEST_SHARE = 0.2  # of all images; 360 of 1,797
-SPLIT_SEED = 0  # one split for every run, so that accuracies of different seeds can be compared
+TEST_SHARE = 0.2  # share of all images; 360 of 1,797
+SPLIT_SEED = 0  # the same split for every run, so that accuracies of different seeds can be compared
 
 DEMO_DIRECTORY = Path(".demo").resolve()
 DEFAULT_DATA_DIRECTORY = str(DEMO_DIRECTORY / "data")
@@ -51,7 +52,7 @@ DEFAULT_CLUSTER = RayCluster()
 
 
 class DigitsData(BaseModel):
-    """Where the prepared data lie.
+    """The files of the prepared data.
 
     Attributes:
         train_path: Parquet file of the training images; absolute.
@@ -67,7 +68,7 @@ class DigitsData(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """How well a checkpoint reads images that it was not trained on.
+    """The accuracy of a checkpoint on held-out images.
 
     Attributes:
         epoch: Epoch after which the checkpoint was written, from 1.
@@ -81,7 +82,7 @@ class Evaluation(BaseModel):
 
 
 class DigitsSummary(BaseModel):
-    """What the `digits` flow returns.
+    """The result of the `digits` flow.
 
     Attributes:
         accuracy: Share of held-out images read correctly, 0 to 1.
@@ -91,9 +92,9 @@ class DigitsSummary(BaseModel):
         run_name: Name of the training run.
         run_uri: Directory of the training run.
         checkpoint_uri: The evaluated checkpoint.
-        attempts: Drivers that the training took; 1 if none was lost.
+        attempts: Number of drivers that were started; 1 if none was lost.
         worker_failures: Worker failures that the training survived.
-        world_sizes: Number of workers, each time it was set.
+        world_sizes: Number of workers of each worker group.
     """
 
     accuracy: float
@@ -115,8 +116,8 @@ class DigitsSummary(BaseModel):
 def prepare_digits(data_dir: str) -> DigitsData:
     """Split the digits into training and test images, normalise them and write both as Parquet.
 
-    The split is stratified and always the same, and the files replace older ones atomically, so repeating the
-    task (a retry, another flow run) never disturbs a training that reads them.
+    The split is stratified and always the same, and the files are replaced atomically. So the task can be repeated (by
+    a retry, or by another flow run) while a training reads them.
 
     Args:
         data_dir: Directory to write `train.parquet` and `test.parquet` to; created if missing.
@@ -132,7 +133,8 @@ def prepare_digits(data_dir: str) -> DigitsData:
     train_pixels, test_pixels, train_labels, test_labels = train_test_split(
         pixels, labels, test_size=TEST_SHARE, stratify=labels, random_state=SPLIT_SEED
     )
-    mean, deviation = train_pixels.mean(), train_pixels.std()  # of the training images only
+    mean = train_pixels.mean()  # test images are normalised by the statistics of the training images
+    deviation = train_pixels.std()
     directory = Path(data_dir).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     splits = {"train": (train_pixels, train_labels), "test": (test_pixels, test_labels)}
@@ -177,7 +179,7 @@ def read_split(path: str) -> "tuple[torch.Tensor, torch.Tensor]":
 def build_model() -> "torch.nn.Module":
     """Build the network: three convolutions and two linear layers, about 90,000 weights.
 
-    Without dropout and batch norm, so that what it learns does not depend on how workers divide a batch.
+    It has no dropout and no batch norm, so that the result does not depend on how workers divide a batch.
     """
     from torch import nn
 
@@ -197,12 +199,12 @@ def build_model() -> "torch.nn.Module":
 
 
 def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float) -> "torch.Tensor":
-    """Move each image by up to one pixel in both directions; what comes into view is background.
+    """Shift each image by up to one pixel in both directions, and fill the border with background.
 
     Args:
-        images: Shape (n, 1, 8, 8).
-        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 leaves the image where it is.
-        background: The value of its pixels.
+        images: Images of shape (n, 1, 8, 8).
+        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 is no shift.
+        background: Value of a background pixel.
 
     Returns:
         The shifted images, of the same shape.
@@ -210,7 +212,8 @@ def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float
     import torch
 
     padded = torch.nn.functional.pad(images[:, 0], (1, 1, 1, 1), value=background)
-    offsets, span = torch.as_tensor(shifts), torch.arange(8)
+    offsets = torch.as_tensor(shifts)
+    span = torch.arange(8)
     image = torch.arange(len(images))[:, None, None]
     row = (offsets[:, 0, None] + span)[:, :, None]
     column = (offsets[:, 1, None] + span)[:, None, :]
@@ -220,8 +223,9 @@ def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel, with a checkpoint after each epoch (a Ray Train loop).
 
-    Interrupted anywhere, it ends with the same weights, on CPUs bit for bit at the same world size: the session divides
-    each global batch and restores the rest, and how an image is shifted depends on seed, epoch and image alone.
+    An interrupted training ends with the same weights: on CPUs bit for bit, if the number of workers is the same. The
+    session restores the state and divides each global batch, and the shift of an image depends only on seed, epoch and
+    image.
 
     Args:
         config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers)
@@ -236,7 +240,8 @@ def train_loop(config: dict[str, Any]) -> None:
     images, labels = read_split(config["train_path"])
     model = ray.train.torch.prepare_model(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
-    device, state = ray.train.torch.get_device(), loop.TorchState(model=model, optimizer=optimizer)
+    device = ray.train.torch.get_device()
+    state = loop.TorchState(model=model, optimizer=optimizer)
     per_epoch = math.ceil(len(images) / config["batch_size"])
     plan = {"steps": config["epochs"] * per_epoch, "global_batch": config["batch_size"], "seed": config["seed"]}
     with loop.session(state, save_every=per_epoch, **plan) as session:
@@ -251,19 +256,19 @@ def train_loop(config: dict[str, Any]) -> None:
             metrics = {"loss": loss}
             if (session.done + 1) % per_epoch == 0:
                 metrics["train_accuracy"] = accuracy_of(model, session, images, labels)
-            session.step(metrics)  # saves, too, where the score is reported
+            session.step(metrics)  # also saves each step that reports the score
 
 
 def accuracy_of(
     model: "torch.nn.Module", session: loop.Session, images: "torch.Tensor", labels: "torch.Tensor"
 ) -> float:
-    """Evaluate the weights as they are now, on all ranks together.
+    """Evaluate the current weights on all ranks together.
 
     Args:
         model: The network, on this rank's device.
-        session: The session, which gives each rank its share of the images.
-        images: Shape (n, 1, 8, 8).
-        labels: Shape (n,).
+        session: The session, which divides the images among the ranks.
+        images: Images of shape (n, 1, 8, 8).
+        labels: Labels of shape (n,).
 
     Returns:
         The share of the images that are read correctly, the same on all ranks.
@@ -276,7 +281,7 @@ def accuracy_of(
     with torch.inference_mode():
         for pixels, digits in session.once((images, labels), 512):
             right = model(pixels.to(device)).argmax(1) == digits.to(device)
-            accuracy += right.float().mean() * session.weight  # right for batches and shares of unequal size
+            accuracy += right.float().mean() * session.weight  # batches and shares may differ in size
     if dist.is_initialized():
         dist.all_reduce(accuracy)
         accuracy /= session.world_size
@@ -288,13 +293,12 @@ def accuracy_of(
 
 @task(name="evaluate digits", cache_policy=NO_CACHE)
 def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str | None = None) -> Evaluation:
-    """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
+    """Evaluate a checkpoint on the held-out images, and publish its confusion matrix as an artifact.
 
     Args:
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
-        storage: The storage that the checkpoint is in, or its saved name; by default the URI with the ambient
-            credentials.
+        storage: Storage of the checkpoint, or the name of its block. Default: the URI with the ambient credentials.
 
     Returns:
         The accuracy and the confusion matrix.
@@ -326,10 +330,10 @@ def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str 
 
 
 def confusion_report(evaluation: Evaluation, checkpoint_uri: str) -> str:
-    """Write an evaluation as markdown: the picture, then recall and precision of each digit.
+    """Render an evaluation as markdown: the picture, then recall and precision of each digit.
 
     Args:
-        evaluation: What to show.
+        evaluation: The evaluation.
         checkpoint_uri: The evaluated checkpoint.
 
     Returns:
@@ -367,10 +371,10 @@ def confusion_svg(evaluation: Evaluation) -> bytes:
     """Draw a confusion matrix: right answers in blue, wrong ones in red, each square with its count.
 
     Args:
-        evaluation: What to draw.
+        evaluation: The evaluation.
 
     Returns:
-        The picture as SVG; the same bytes for the same evaluation.
+        The picture as SVG. The same evaluation gives the same bytes.
     """
     import matplotlib
     import numpy as np
@@ -404,7 +408,7 @@ def confusion_svg(evaluation: Evaluation) -> bytes:
 
 
 def svg_data_uri(svg: bytes) -> str:
-    """Encode an SVG picture as a data URI, the form in which Prefect's UI shows pictures in markdown."""
+    """Encode an SVG picture as a data URI, which Prefect's UI shows in markdown."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
 
@@ -426,11 +430,11 @@ def digits(
     Args:
         epochs: Passes over the training images; 12 give a test accuracy of about 0.99.
         seed: Seed of the initial weights, the order of the images and their shifts.
-        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
-        storage: Where the run and its checkpoints are kept.
-        scaling: How many workers train, and on what.
-        failures: How many failures the training may survive.
-        cluster: Where the training runs; by default a local cluster.
+        data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
+        storage: Storage of the run and its checkpoints.
+        scaling: Number of workers, and their resources.
+        failures: Failures that the training may survive.
+        cluster: Ray cluster to train on. Default: a local cluster.
 
     Returns:
         The fields of `DigitsSummary`, JSON-safe.
@@ -453,6 +457,16 @@ def digits(
         cluster=cluster,
     )
     evaluation = evaluate_digits(result.checkpoint_uri, data.test_path, storage)
+    return summarize(result, evaluation)
+
+
+def summarize(result: TrainingResult, evaluation: Evaluation) -> dict[str, Any]:
+    """Return the fields of `DigitsSummary`, JSON-safe.
+
+    Args:
+        result: Result of the training.
+        evaluation: Evaluation of its last checkpoint.
+    """
     summary = DigitsSummary(
         accuracy=evaluation.accuracy,
         train_accuracy=result.metrics.get("train_accuracy"),
@@ -469,13 +483,13 @@ def digits(
 
 
 def ui_hint(flow_run_id: str) -> str:
-    """Say where a flow run can be looked at.
+    """Return the address of a flow run's page in the UI.
 
     Args:
         flow_run_id: Id of the flow run.
 
     Returns:
-        The address of its page; without a configured server, also how to start one on the same database.
+        The address. Without a configured server, also the command that starts one on the same database.
     """
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME
     from prefect.utilities.urls import url_for
@@ -509,7 +523,7 @@ def print_outcome(state: "State[Any]") -> int:
 
 
 def main() -> int:
-    """Run the pipeline against the configured Prefect API, or a temporary server, and print what came out.
+    """Run the pipeline against the configured Prefect API or a temporary server, and print its outcome.
 
     Returns:
         The exit code, see `print_outcome`.

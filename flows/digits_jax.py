@@ -1,7 +1,7 @@
 """Handwritten digits in JAX: prepare the data, train data-parallel over several processes, evaluate the checkpoint.
 
-The data, their preparation and the report are those of `flows.digits`; the network, its training and its checkpoint
-are plain JAX and numpy. `python -m flows.digits_jax` runs it here and now, `python -m flows.serve` as a deployment.
+The data, their preparation and the report are those of `flows.digits`. The network and its training are plain JAX and
+numpy. `python -m flows.digits_jax` runs it in this process, `python -m flows.serve` serves it as a deployment.
 Importing this module imports neither jax nor ray: the heavy imports are in the functions that need them.
 """
 
@@ -22,12 +22,12 @@ from flows.digits import (
     DEFAULT_FAILURES,
     DEFAULT_SCALING,
     DEFAULT_STORAGE,
-    DigitsSummary,
     Evaluation,
     Storage,
     confusion_report,
     prepare_digits,
     print_outcome,
+    summarize,
 )
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LAYERS = (64, 256, 128, 10)  # pixels, two hidden layers, digits; about 51,000 weights
 MOMENTUM = 0.9
 
-Arrays = dict[str, Any]  # name to array, of numpy or of JAX
+Arrays = dict[str, Any]  # arrays of numpy or JAX, by name
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -68,12 +68,12 @@ def read_arrays(path: str) -> "tuple[np.ndarray, np.ndarray]":
 
 
 def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) -> "np.ndarray":
-    """Move each image by up to one pixel in both directions; what comes into view is background.
+    """Shift each image by up to one pixel in both directions, and fill the border with background.
 
     Args:
-        images: Shape (n, 64).
-        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 leaves the image where it is.
-        background: The value of its pixels.
+        images: Images of shape (n, 64).
+        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 is no shift.
+        background: Value of a background pixel.
 
     Returns:
         The shifted images, of the same shape.
@@ -82,8 +82,10 @@ def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) 
 
     padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=background)
     span = np.arange(8)
-    rows, columns = shifts[:, 0, None] + span, shifts[:, 1, None] + span
-    shifted: np.ndarray = padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    image = np.arange(len(images))[:, None, None]
+    row = (shifts[:, 0, None] + span)[:, :, None]
+    column = (shifts[:, 1, None] + span)[:, None, :]
+    shifted: np.ndarray = padded[image, row, column]
     return shifted.reshape(images.shape)
 
 
@@ -91,7 +93,7 @@ def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) 
 
 
 def initial_parameters(seed: int) -> Arrays:
-    """Draw the weights of a new network, as numpy arrays: the same on every process."""
+    """Draw the weights of a new network as numpy arrays, the same in every process."""
     import numpy as np
 
     random = np.random.default_rng(seed)
@@ -107,8 +109,8 @@ def logits_of(parameters: Arrays, images: Any) -> Any:
     """Apply the network.
 
     Args:
-        parameters: Arrays of numpy or of JAX; the result is of the same kind.
-        images: Shape (n, 64).
+        parameters: Arrays of numpy or JAX. The result is of the same kind.
+        images: Images of shape (n, 64).
 
     Returns:
         Unnormalised log-probabilities of shape (n, 10).
@@ -125,12 +127,12 @@ def logits_of(parameters: Arrays, images: Any) -> Any:
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel over all devices of all workers (a Ray Train loop).
 
-    Each step takes the same global batch whatever the number of workers. Each process computes its rows of it, and XLA
-    sums the gradients over all of them; the number of workers changes only how sums are rounded.
+    The global batch of a step is the same for any number of workers. Each process computes its rows of it, and XLA sums
+    the gradients over all processes. The number of workers changes only how sums are rounded.
 
     Args:
         config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers) and
-            `learning_rate` (of the first step; it falls to 0 along a line).
+            `learning_rate` (of the first step; it decreases linearly to 0).
     """
     import jax
     import jax.numpy as jnp
@@ -138,7 +140,8 @@ def train_loop(config: dict[str, Any]) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(jax.devices()), ("batch",))
-    replicated, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_rows = NamedSharding(mesh, PartitionSpec("batch"))
     shared = partial(jax.make_array_from_process_local_data, replicated)
 
     def loss_of(parameters: Arrays, images: Any, labels: Any, counts: Any) -> Any:
@@ -154,7 +157,7 @@ def train_loop(config: dict[str, Any]) -> None:
         return jax.tree.map(lambda old, change: old - rate * change, parameters, velocity), velocity, loss, accuracy
 
     images, labels = read_arrays(config["train_path"])
-    # A sharded array has as many rows on each device; rows beyond a process's share count for nothing.
+    # A sharded array has equally many rows on each device. Rows beyond a process's share have a count of 0.
     rows = math.ceil(config["batch_size"] / len(jax.devices())) * jax.local_device_count()
     parameters = initial_parameters(config["seed"])
     state = loop.JaxState(
@@ -169,8 +172,8 @@ def train_loop(config: dict[str, Any]) -> None:
             shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
             counts = np.full(len(digits), session.weight > 0, "float32")
             local = (shift_pixels(pixels, shifts, images.min()), digits, counts)
-            padded = [np.pad(one, [(0, rows - len(one)), *[(0, 0)] * (one.ndim - 1)]) for one in local]
-            batch = [jax.make_array_from_process_local_data(by_rows, one) for one in padded]
+            padded = [np.pad(array, [(0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in local]
+            batch = [jax.make_array_from_process_local_data(by_rows, array) for array in padded]
             rate = np.float32(config["learning_rate"] * (1 - session.done / session.end))
             state.parameters, state.velocity, loss, accuracy = take_step(state.parameters, state.velocity, rate, *batch)
             session.step({"loss": loss, "train_accuracy": accuracy})
@@ -181,12 +184,12 @@ def train_loop(config: dict[str, Any]) -> None:
 
 @task(name="evaluate digits in jax", cache_policy=NO_CACHE)
 def evaluate_digits_jax(checkpoint_uri: str, test_path: str, storage: Storage | None = None) -> Evaluation:
-    """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
+    """Evaluate a checkpoint on the held-out images, and publish its confusion matrix as an artifact.
 
     Args:
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
-        storage: The storage that the checkpoint is in; by default the URI with the ambient credentials.
+        storage: Storage of the checkpoint. Default: the URI with the ambient credentials.
 
     Returns:
         The accuracy and the confusion matrix.
@@ -230,11 +233,11 @@ def digits_jax(
     Args:
         epochs: Passes over the training images; 30 give a test accuracy of about 0.98.
         seed: Seed of the initial weights, the order of the images and their shifts.
-        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
-        storage: Where the run and its checkpoints are kept.
-        scaling: How many workers train, and on what.
-        failures: How many failures the training may survive.
-        cluster: Where the training runs; by default a local cluster.
+        data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
+        storage: Storage of the run and its checkpoints.
+        scaling: Number of workers, and their resources.
+        failures: Failures that the training may survive.
+        cluster: Ray cluster to train on. Default: a local cluster.
 
     Returns:
         The fields of `DigitsSummary`, JSON-safe.
@@ -257,23 +260,11 @@ def digits_jax(
         cluster=cluster,
     )
     evaluation = evaluate_digits_jax(result.checkpoint_uri, data.test_path, storage)
-    summary = DigitsSummary(
-        accuracy=evaluation.accuracy,
-        train_accuracy=result.metrics.get("train_accuracy"),
-        loss=result.metrics.get("loss"),
-        epochs=evaluation.epoch,
-        run_name=result.run_name,
-        run_uri=result.run_uri,
-        checkpoint_uri=result.checkpoint_uri,
-        attempts=result.attempts,
-        worker_failures=result.worker_failures,
-        world_sizes=[change.size for change in result.world_sizes],
-    )
-    return summary.model_dump(mode="json")
+    return summarize(result, evaluation)
 
 
 def main() -> int:
-    """Run the pipeline against the configured Prefect API, or a temporary server, and print what came out.
+    """Run the pipeline against the configured Prefect API or a temporary server, and print its outcome.
 
     Returns:
         The exit code, see `flows.digits.print_outcome`.

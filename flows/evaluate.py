@@ -1,8 +1,8 @@
-"""Evaluate a checkpoint of the digits pipeline, as a deployment of its own.
+"""A flow that evaluates a checkpoint of the digits pipeline, with a deployment of its own.
 
 An automation starts it at each new best checkpoint (`elastic-train automations create digits/digits --evaluate-with
-evaluate/digits`) or, with `--evaluate-at completed`, when a training has; `flows.chained.pipeline` and people start it,
-too. It needs no Ray, and runs where the training does not.
+evaluate/digits`), or when a training has completed (`--evaluate-at completed`). `flows.chained.pipeline` starts it,
+too. It does not need Ray, so it can run on another machine than the training.
 """
 
 from typing import Any
@@ -18,20 +18,20 @@ from prefect_elastic_train import CheckpointGoneError
 def evaluate(
     checkpoint_uri: str, storage: str = "", data_dir: str = DEFAULT_DATA_DIRECTORY
 ) -> dict[str, Any] | State[Any]:
-    """Let a checkpoint read the held-out images, and publish what it took for what as an artifact.
+    """Evaluate a checkpoint on the held-out images, and publish its confusion matrix as an artifact.
 
     Args:
-        checkpoint_uri: The checkpoint, a path or a URI.
-        storage: Saved storage block that it is in, as `<block type>/<name>`; empty for the URI with the ambient
+        checkpoint_uri: Directory of the checkpoint, a path or a URI.
+        storage: Saved storage block of the checkpoint, as `<block type>/<name>`. Empty: the URI with the ambient
             credentials.
         data_dir: Directory for the prepared data.
 
     Returns:
-        The fields of `Evaluation`, JSON-safe; the state Cancelled if the checkpoint was deleted meanwhile.
+        The fields of `Evaluation`, JSON-safe. The state Cancelled if the checkpoint was deleted in the meantime.
     """
     data = prepare_digits(data_dir)
     try:
         return evaluate_digits(checkpoint_uri, data.test_path, storage or None).model_dump(mode="json")
     except CheckpointGoneError as error:
-        # The training keeps only its best checkpoints, and was faster.
+        # The training keeps only its best checkpoints, and has deleted this one.
         return Cancelled(message=f"Nothing to evaluate any more: {error}")

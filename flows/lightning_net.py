@@ -1,6 +1,6 @@
-"""A Lightning module on generated data, as it is: Ray's integration saves it after each epoch.
+"""A Lightning module on generated data, without a session: Ray's integration saves it after each epoch.
 
-`python -m flows.lightning_net` runs it here and now; it needs `pip install lightning`.
+`python -m flows.lightning_net` runs it in this process. It needs `pip install lightning`.
 Importing this module imports neither torch nor ray nor lightning: the heavy imports are in the function that needs
 them.
 """
@@ -20,9 +20,9 @@ SAMPLES, INPUTS = 2048, 8
 def train_loop(config: dict[str, Any]) -> None:
     """Fit a small network with Lightning (a Ray Train loop).
 
-    Its global batch is the same at any number of workers. Lightning's own sampler gives each epoch an order that is a
-    function of seed and epoch, and a checkpoint has model, optimizer, epoch and step: so whatever dies, and however
-    many workers go on, the same samples make the same updates.
+    The global batch is the same for any number of workers. The order of samples in Lightning's sampler is a function of
+    seed and epoch, and a checkpoint contains model, optimizer, epoch and step. So after any failure, and with any
+    number of workers, the same samples make the same updates.
 
     Args:
         config: `max_epochs`, `global_batch` (samples over all workers; default 64), `seed` (default 0).
@@ -65,7 +65,7 @@ def train_loop(config: dict[str, Any]) -> None:
             strategy=RayDDPStrategy(),
             plugins=[RayLightningEnvironment()],
             callbacks=[RayTrainReportCallback()],
-            enable_checkpointing=False,  # the callback saves, where the run is
+            enable_checkpointing=False,  # the callback saves to the run's storage
             enable_progress_bar=False,
             logger=False,
         )
@@ -81,7 +81,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 @flow(name="lightning net")
 def lightning_net(epochs: int = 20, workers: int = 2, storage: LocalStorage | None = None) -> float:
-    """Train the network; return its last loss."""
+    """Train the network, and return its last loss."""
     result = elastic_train(
         train_loop,
         train_loop_config={"max_epochs": epochs},

@@ -1,16 +1,15 @@
-"""A training whose curve is one run in MLflow, with each step once, whatever died meanwhile.
+"""A training that is one run in MLflow, with each step once, also after failures.
 
-What makes it so:
+- Only rank 0 writes. It writes to the MLflow run that is tagged with the `run_id` of the training, which stays the same
+  over restarts.
+- Steps are logged after their checkpoint is committed, never before. So a step that is done again after a failure is
+  logged with its second result.
+- A checkpoint contains the points since the checkpoint before. If rank 0 dies between commit and logging, they are
+  logged after the restart.
 
-- Rank 0 alone writes, into the MLflow run that is tagged with the `run_id` of the training, which stays over restarts.
-- Steps are logged when the checkpoint that has them is committed, never before: a step that is done again after a
-  fault counts as it was done the second time.
-- A checkpoint holds the points since the one before, so that those are logged by whoever resumes from it, if rank 0
-  died between the commit and the logging.
-
-MLflow's file store takes all that, as do its databases and its server (`tracking_uri`). The file store is the default
-since any shared directory will do for it, also over NFS, where SQLite will not. MLflow has it in maintenance mode, and
-wants to be told that it is meant.
+MLflow's file store, its databases and its server all work (`tracking_uri`). The file store is the default because it
+works on any shared directory, also on NFS, on which SQLite does not. MLflow has it in maintenance mode, so it must be
+enabled explicitly.
 """
 
 import json
@@ -46,19 +45,20 @@ DEFAULT_SCALING = ElasticScaling(min_workers=1, max_workers=2)
 DEFAULT_FAILURES = FailureBudget()
 DEFAULT_CLUSTER = RayCluster()
 
-WEIGHTS, BATCH_SIZE = 4, 32
+WEIGHTS = 4  # size of the linear model
+BATCH_SIZE = 32
 RUN_ID_TAG = "elastic_train.run_id"
-STATE_FILE = "state.json"  # the one file of a checkpoint
-METRICS_OF_A_CALL = 1000  # MLflow takes no more at once
+STATE_FILE = "state.json"  # the only file of a checkpoint
+METRICS_OF_A_CALL = 1000  # MLflow's limit
 
 
 class Point(NamedTuple):
-    """What one step is logged as.
+    """The metrics of one step.
 
     Attributes:
         step: Number of the step, from 1.
-        at: When it was done, in milliseconds since the epoch.
-        metrics: Its metrics.
+        at: Time of the step, in milliseconds since the epoch.
+        metrics: Metrics by name.
     """
 
     step: int
@@ -84,13 +84,13 @@ def open_client(tracking_uri: str) -> "MlflowClient":
 
 
 class TrackedRun:
-    """The MLflow run of a training: found if there is one, else created. Belongs to rank 0 alone.
+    """The MLflow run of a training, created if it does not exist. Use it on rank 0 only.
 
     Args:
-        client: Of the MLflow store.
+        client: Client of the MLflow store.
         experiment: Name of the experiment; created if missing.
         run: The training.
-        parameters: Logged once, when the MLflow run is created.
+        parameters: Parameters to log once.
     """
 
     def __init__(self, client: "MlflowClient", experiment: str, run: RunContext, parameters: Mapping[str, Any]) -> None:
@@ -105,20 +105,20 @@ class TrackedRun:
             "prefect.flow_name": run.flow_name,
             "prefect.deployment_name": run.deployment_name,
         }
-        found = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_ID_TAG}` = '{run.run_id}'")
-        mlflow_run = found[0] if found else client.create_run(experiment_id, tags=tags, run_name=run.run_name)
+        runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_ID_TAG}` = '{run.run_id}'")
+        mlflow_run = runs[0] if runs else client.create_run(experiment_id, tags=tags, run_name=run.run_name)
         self.mlflow_run_id: str = mlflow_run.info.run_id
-        # Whoever created it may have died before it got to them.
+        # The process that created the run may have died before it logged the parameters.
         missing = [Param(name, str(value)) for name, value in parameters.items() if name not in mlflow_run.data.params]
         client.log_batch(self.mlflow_run_id, params=missing)
         client.update_run(self.mlflow_run_id, status="RUNNING")
         self._logged = {name: self._last_step(name) for name in mlflow_run.data.metrics}
 
     def log(self, points: Iterable[Point]) -> None:
-        """Log steps, without those that an earlier rank 0 has logged.
+        """Log steps, except those that were logged before a restart.
 
         Args:
-            points: Steps that a committed checkpoint holds, in their order.
+            points: Steps of a committed checkpoint, in ascending order.
         """
         from mlflow.entities import Metric
 
@@ -133,7 +133,7 @@ class TrackedRun:
         self._logged |= {metric.key: metric.step for metric in metrics}
 
     def finish(self) -> None:
-        """Say that the training is complete."""
+        """Mark the run as finished."""
         self._client.set_terminated(self.mlflow_run_id, "FINISHED")
 
     def _last_step(self, name: str) -> int:
@@ -143,31 +143,28 @@ class TrackedRun:
 def _experiment_id(client: "MlflowClient", name: str) -> str:
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
     try:
         return str(client.create_experiment(name))
     except MlflowException:
-        found = client.get_experiment_by_name(name)
-        if found is None:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
             raise
-        return str(found.experiment_id)  # another training was faster
+        return str(experiment.experiment_id)  # it exists
 
 
 # ------------------------------------------------------------------------------------------ training
 
 
 def take_step(weights: "np.ndarray", step: int, learning_rate: float) -> "tuple[np.ndarray, float]":
-    """Take a step of gradient descent towards weights of one, on noisy examples that depend on the step alone.
+    """Take a step of gradient descent. The examples depend on the step alone, and the best weights are all 1.
 
     Args:
-        weights: Of a linear model.
+        weights: Weights of a linear model.
         step: Number of the step, from 1.
-        learning_rate: Of the descent.
+        learning_rate: Learning rate.
 
     Returns:
-        The next weights, and the loss of the ones before.
+        The new weights, and the loss of the old ones.
     """
     import numpy as np
 
@@ -180,27 +177,30 @@ def take_step(weights: "np.ndarray", step: int, learning_rate: float) -> "tuple[
 def train_loop(config: dict[str, Any]) -> None:
     """Fit a linear model, and log its loss to MLflow (a Ray Train loop).
 
-    The model is so small that each rank computes all of it; what counts here is who logs what, and when.
+    The model is so small that each rank computes all of it. The example is about logging.
 
     Args:
-        config: `steps`, `checkpoint_every` (steps), `learning_rate`, `step_seconds` (that a step takes at least),
+        config: `steps`, `checkpoint_every` (steps), `learning_rate`, `step_seconds` (shortest duration of a step),
             `tracking_uri` and `experiment`.
     """
     import numpy as np
     import ray.train
 
-    context, run = ray.train.get_context(), run_context()
+    context = ray.train.get_context()
+    run = run_context()
     rank = context.get_world_rank()
-    done, weights = 0, np.zeros(WEIGHTS)
-    points: list[Point] = []  # since the last checkpoint; on a resume, those that it holds
+    done = 0
+    weights = np.zeros(WEIGHTS)
+    points: list[Point] = []  # since the last checkpoint; after a restart, those in the checkpoint
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
             saved = json.loads((Path(folder) / STATE_FILE).read_text())
-        done, weights = saved["step"], np.array(saved["weights"])
-        # A run that starts from another one's checkpoint has a curve of its own.
+        done = saved["step"]
+        weights = np.array(saved["weights"])
+        # The points of another run's checkpoint belong to that run.
         points = [Point(*point) for point in saved["points"]] if saved["run_id"] == run.run_id else []
     print(
-        f"rank {rank} of {context.get_world_size()} goes on after step {done} in attempt {run.attempt} of "
+        f"rank {rank} of {context.get_world_size()} continues after step {done} in attempt {run.attempt} of "
         f"{run.run_id}, for flow run {run.flow_run_id}"
     )
 
@@ -224,7 +224,7 @@ def train_loop(config: dict[str, Any]) -> None:
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"step": step, "total_steps": config["steps"], "loss": loss}, checkpoint=checkpoint)
         if tracked is not None:
-            # Returns when the controller has committed what was reported.
+            # Returns when the controller has committed the report.
             ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
             tracked.log(points)
         points = []
@@ -252,21 +252,20 @@ def mlflow_curve(
 
     Args:
         steps: Steps to train.
-        checkpoint_every: Steps between two checkpoints, and between two appearances of the curve in MLflow.
-        learning_rate: Of the gradient descent.
-        step_seconds: What a step takes at least, so that there is time to kill something.
-        tracking_uri: MLflow's store: a directory, one that all nodes mount, or any tracking URI of MLflow without
-            credentials.
+        checkpoint_every: Steps between two checkpoints, and between two updates of MLflow.
+        learning_rate: Learning rate of the gradient descent.
+        step_seconds: Shortest duration of a step, in seconds, so that there is time to kill a process.
+        tracking_uri: MLflow's store: a directory that all nodes mount, or a tracking URI without credentials.
         experiment: MLflow experiment of the run; created if missing.
-        storage: Where the run and its checkpoints are kept.
-        scaling: How many workers train, and on what.
-        failures: How many failures the training may survive.
-        cluster: Where the training runs; by default a local cluster.
+        storage: Storage of the run and its checkpoints.
+        scaling: Number of workers, and their resources.
+        failures: Failures that the training may survive.
+        cluster: Ray cluster to train on. Default: a local cluster.
 
     Returns:
         The fields of `TrainingResult`, JSON-safe.
     """
-    # Workers have folders of their own to work in.
+    # Workers have another working directory, so a path must be absolute.
     is_uri = ":" in tracking_uri or tracking_uri in ("databricks", "databricks-uc", "uc")
     result = elastic_train(
         train_loop,

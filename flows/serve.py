@@ -1,7 +1,7 @@
 """Serve the example flows as deployments: `python -m flows.serve` needs a Prefect server and stays running.
 
-For a machine without a work pool; `prefect.yaml` has the same flows for one. The blocks that the deployments start with
-are those of a profile in `blocks.profiles`, saved on the server, so that they can be changed in the UI.
+It needs no work pool; `prefect.yaml` deploys the same flows to one. The deployments start with the blocks of a profile
+in `blocks.profiles`. The blocks are saved on the server, so that they can be changed in the UI.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from prefect_elastic_train import (
 from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, find_saved, load_saved
 from prefect_elastic_train.train_flow import train
 
-#: What the flows call each type of block.
+#: Flow parameter of each block type.
 PARAMETERS: dict[type[AnyBlock], str] = {
     ElasticScaling: "scaling",
     FailureBudget: "failures",
@@ -47,21 +47,20 @@ def block_parameters(name: str, storage: str, environment: Mapping[str, str]) ->
     """Load the blocks that the deployments start with, and save those that the server does not have.
 
     Args:
-        name: Name of the block documents, the same for each type of block. Missing ones get the values of the profile
-            of this name, or of `laptop` if there is none. One that exists is never changed.
-        storage: A saved storage to use in place of one of that name; empty for that one.
+        name: Name of the block documents, the same for each block type. Missing ones are saved with the values of the
+            profile of this name, or of `laptop` if there is no such profile. Existing ones are not changed.
+        storage: Name of another saved storage block to use. Empty: the one of that name.
         environment: Environment variables for the profile, needed only if a block is missing.
 
     Returns:
-        Flow parameters; Prefect stores them as references, so a deployment follows changes of its blocks.
+        Flow parameters. Prefect stores them as references, so that changes of a block apply to the deployment.
 
     Raises:
-        ConfigurationError: A variable that the profile needs is not set, there is no storage, or a block holds a bad
-            value.
+        ConfigurationError: A variable of the profile is not set, there is no storage, or a block has an invalid value.
     """
     parameters = {key: block for kind, key in PARAMETERS.items() if (block := find_saved([kind], name)) is not None}
     if storage:
-        parameters["storage"] = load_saved([*STORAGE_TYPES], storage)
+        parameters["storage"] = load_saved(STORAGE_TYPES, storage)
     if set(parameters) == set(PARAMETERS.values()):
         return parameters
     profile = PROFILES.get(name, PROFILES["laptop"])
@@ -81,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         arguments: Arguments to parse; by default those of the process.
 
     Returns:
-        `cron` (None or a cron expression), `blocks` (name of the block documents) and `storage` (of a saved storage).
+        `cron` (None or a cron expression), `blocks` and `storage` (names of block documents).
     """
     parser = argparse.ArgumentParser(prog="python -m flows.serve", description="Serve the example flows.")
     parser.add_argument("--cron", help='schedule of the digits flow, such as "0 3 * * *"; by default none')
@@ -102,22 +101,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Serve the deployments until the process is told to end."""
+    """Serve the deployments until the process is terminated."""
     options = parse_arguments()
     try:
         parameters = block_parameters(options.blocks, options.storage, os.environ)
     except ConfigurationError as error:
         sys.exit(f"error: {error}")
-    of_pipelines = {key: block for key, block in parameters.items() if key != "checkpoints"}
+    without_policy = {key: block for key, block in parameters.items() if key != "checkpoints"}
     tags = ["elastic-train", options.blocks]
     serve(
-        digits.to_deployment("digits", cron=options.cron, parameters=of_pipelines, tags=tags),
-        digits_jax.to_deployment("digits-jax", parameters=of_pipelines, tags=tags),
+        digits.to_deployment("digits", cron=options.cron, parameters=without_policy, tags=tags),
+        digits_jax.to_deployment("digits-jax", parameters=without_policy, tags=tags),
         evaluate.to_deployment("digits", tags=tags),
-        mlflow_curve.to_deployment("mlflow-curve", parameters=of_pipelines, tags=tags),
+        mlflow_curve.to_deployment("mlflow-curve", parameters=without_policy, tags=tags),
         prepare.to_deployment("digits", tags=tags),
         pipeline.to_deployment("digits", tags=tags),
-        pipeline_in_one.to_deployment("digits", parameters=of_pipelines, tags=tags),
+        pipeline_in_one.to_deployment("digits", parameters=without_policy, tags=tags),
         train.to_deployment("train", parameters=parameters, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH),
     )
 

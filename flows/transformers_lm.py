@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer on generated data, with a session: the best model is loaded on all ranks, whatever dies.
+"""Hugging Face's Trainer on generated data, with a session, which restores its whole state and the best model.
 
-`python -m flows.transformers_lm` runs it here and now; it needs the extra `transformers`.
+`python -m flows.transformers_lm` runs it in this process. It needs the extra `transformers`.
 Importing this module imports neither torch nor ray nor transformers: the heavy imports are in the function that needs
 them.
 """
@@ -14,13 +14,16 @@ from prefect import flow
 
 from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, elastic_train
 
-SEQUENCES, EVALUATED, LENGTH, WORDS = 2048, 128, 16, 32
+SEQUENCES = 2048  # sequences in the dataset
+EVALUATED = 128  # sequences that are held out
+LENGTH = 16  # tokens of a sequence
+TOKENS = 32  # size of the vocabulary
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Teach a tiny language model to count, with `SessionTrainer` (a Ray Train loop).
+    """Train a tiny language model to count, with `SessionTrainer` (a Ray Train loop).
 
-    The global batch, and with it what is learnt, is the same at any number of workers.
+    The global batch, and so the result, is the same for any number of workers.
 
     Args:
         config: `max_steps`, `eval_steps` (default 50), `global_batch` (sequences over all workers; default 32), `seed`
@@ -33,12 +36,12 @@ def train_loop(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     transformers.set_seed(config.get("seed", 0))
-    first = torch.randint(WORDS, (SEQUENCES, 1), generator=torch.Generator().manual_seed(7))
-    words = (first + torch.arange(LENGTH) * (1 + first % 3)) % WORDS
-    dataset = [{"input_ids": row, "labels": row} for row in words]
-    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "n_positions": LENGTH}
-    # Dropout draws other random numbers at another number of workers.
-    without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    first = torch.randint(TOKENS, (SEQUENCES, 1), generator=torch.Generator().manual_seed(7))
+    sequences = (first + torch.arange(LENGTH) * (1 + first % 3)) % TOKENS
+    dataset = [{"input_ids": row, "labels": row} for row in sequences]
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": TOKENS, "n_positions": LENGTH}
+    # The random numbers of dropout would depend on the number of workers.
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     eval_steps = config.get("eval_steps", 50)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -46,7 +49,7 @@ def train_loop(config: dict[str, Any]) -> None:
             max_steps=config["max_steps"],
             eval_strategy="steps",
             eval_steps=eval_steps,
-            save_strategy="steps",  # of what the best model is chosen from
+            save_strategy="steps",  # the best model is chosen from these steps
             save_steps=eval_steps,
             load_best_model_at_end=True,
             metric_for_best_model="eval_loss",
@@ -59,7 +62,7 @@ def train_loop(config: dict[str, Any]) -> None:
             use_cpu=not torch.cuda.is_available(),
         )
         SessionTrainer(
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **without)),
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **no_dropout)),
             arguments,
             train_dataset=dataset[:-EVALUATED],
             eval_dataset=dataset[-EVALUATED:],
@@ -70,7 +73,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 @flow(name="transformers lm")
 def transformers_lm(steps: int = 400, workers: int = 2, storage: LocalStorage | None = None) -> float:
-    """Train the model; return its last loss in an evaluation."""
+    """Train the model, and return its last evaluation loss."""
     result = elastic_train(
         train_loop,
         train_loop_config={"max_steps": steps},

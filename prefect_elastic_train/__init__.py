@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         TrainingTimeoutError,
     )
     from prefect_elastic_train.core.version import __version__
-    from prefect_elastic_train.orchestration.result import TrainingResult, checkpoint_directory
     from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train
-    from prefect_elastic_train.rehearsal.rehearsing import rehearse
+    from prefect_elastic_train.orchestration.training_result import TrainingResult, checkpoint_directory
+    from prefect_elastic_train.rehearsal.runner import rehearse
 
 __all__ = [
     "AttemptFailedError",
@@ -56,22 +56,22 @@ __all__ = [
     "rehearse",
 ]
 
-#: Where these are, what imports least first.
+#: The modules of these names, in the order of the time that their import takes.
 _MODULES = (
     "core.version",
     "core.outcomes",
-    "orchestration.result",
+    "orchestration.training_result",
     "blocks",
     "orchestration.task",
-    "rehearsal.rehearsing",
+    "rehearsal.runner",
 )
 
 
 def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+    for module_name in _MODULES if name in __all__ else ():
+        module = import_module(f"{__name__}.{module_name}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""A deployable flow that trains with any Ray Train loop, so that nobody has to write one for that.
+"""A deployable flow that trains with any Ray Train loop, for users who do not want to write a flow of their own.
 
 ``elastic-train run`` runs it from a shell. As a deployment::
 
@@ -16,8 +16,8 @@ from pydantic import Field
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_saved, saved_name
-from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, named_loop
 from prefect_elastic_train.orchestration.task import elastic_train
+from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, load_named_loop
 
 DEFAULT_CONFIG: dict[str, Any] = {}
 DEFAULT_SCALING = blocks.ElasticScaling()
@@ -26,7 +26,7 @@ DEFAULT_CHECKPOINTS = blocks.CheckpointPolicy()
 DEFAULT_CLUSTER = blocks.RayCluster()
 
 
-# Whoever runs it as a deployment can ask the flow run for its result.
+# The result is persisted, so that other processes can read it from the flow run of a deployment.
 @flow(name="train", persist_result=True, result_serializer="json")
 def train(
     train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
@@ -42,56 +42,56 @@ def train(
     resume_from: str = "",
     timeout_seconds: Annotated[float, Field(ge=0)] = 0.0,
 ) -> dict[str, Any]:
-    """Run a Ray Train loop elastically; it goes on from its last checkpoint after any failure.
+    """Run a Ray Train loop elastically. After a failure, training resumes from the last checkpoint.
 
-    A saved block is loaded anew by each driver of the training, so that what is mended in it counts. Save what has a
-    secret, a token or a key, as a block: of a secret typed into the form, Prefect keeps asterisks only.
+    Each driver of the training loads saved blocks again, so corrections take effect. Save a block with a secret, a
+    token or a key: of a secret that is typed into the form, Prefect keeps only asterisks.
 
     Args:
         train_loop: The loop, as "package.module:function", which the workers must be able to import, or as
             "path/to/file.py:function" on the machine that runs the flow.
-        storage: Where the run and its checkpoints are kept; with several nodes, one that all reach.
-        train_loop_config: What the loop is called with. Shown in the UI: no secrets.
-        framework: What the workers are set up for; "none" is a plain Python loop.
-        scaling: How many workers train, and on what. What is left as it is here, as with the next three, is the
-            default block of the settings, if they name one.
-        failures: How many failures the training may survive.
-        checkpoints: Which checkpoints are kept.
-        cluster: Where the training runs; by default a local cluster.
+        storage: Storage of the run and its checkpoints; with several nodes, one that all can reach.
+        train_loop_config: Passed to the loop. Shown in the UI: no secrets.
+        framework: The framework to set up the workers for; "none" for a plain Python loop.
+        scaling: The workers and their resources. If left unchanged here, as with the next three, the default block of
+            the settings is used, if there is one.
+        failures: The failures that the training tolerates.
+        checkpoints: The checkpoints to keep.
+        cluster: The Ray cluster; by default a local one.
         run_name: Name of the run; by default it is derived from the flow run.
-        resume: Whether to go on with a run of this name that another flow run has begun.
-        resume_from: Another run, from whose latest checkpoint this one starts: its name; with "@best" behind it from
-            the best one, with "@" and a folder from that one. "latest" for the best checkpoint of the newest run that
-            this deployment (without one: this flow) has completed with this loop, if there is one.
-        timeout_seconds: Ends the training after so many seconds, all driver restarts included. 0: no bound.
+        resume: Take over the run of this name from another flow run.
+        resume_from: Start from the latest checkpoint of another run: its name; with "@best" appended from the best
+            one, with "@" and a folder from that one. "latest" for the best checkpoint of the newest run that this
+            deployment (without one: this flow) has completed with this loop, if there is one.
+        timeout_seconds: Stop the training after this time, all driver restarts included. 0: no limit.
 
     Returns:
         The fields of `TrainingResult`, JSON-safe.
     """
     result = elastic_train(
-        named_loop(train_loop),
+        load_named_loop(train_loop),
         train_loop_config=train_loop_config,
         framework=framework,
-        scaling=_given(scaling, DEFAULT_SCALING),
-        failures=_given(failures, DEFAULT_FAILURES),
-        checkpoints=_given(checkpoints, DEFAULT_CHECKPOINTS),
-        storage=_given(storage),
-        cluster=_given(cluster, DEFAULT_CLUSTER),
+        scaling=_argument(scaling, DEFAULT_SCALING),
+        failures=_argument(failures, DEFAULT_FAILURES),
+        checkpoints=_argument(checkpoints, DEFAULT_CHECKPOINTS),
+        storage=_argument(storage),
+        cluster=_argument(cluster, DEFAULT_CLUSTER),
         run_name=run_name or None,
         resume=resume,
-        resume_from=resume_from or None,
+        resume_from=resume_from,
         timeout_seconds=timeout_seconds or None,
     )
     return result.model_dump(mode="json")
 
 
-def _given(block: TrainingBlock, default: TrainingBlock | None = None) -> Any:
-    """Return a saved block by its name, which each attempt loads anew, so that a mended token is used; else the block.
+def _argument(block: TrainingBlock, default: TrainingBlock | None = None) -> Any:
+    """Return the argument to pass to ``elastic_train`` for a block parameter of the flow ``train``.
 
-    The flow's own default is nothing. A block whose values are no longer those that are saved is given as it is:
-    whoever changed it means the change.
+    It is None for the flow's default, and the name of a saved block, which each attempt loads again. A saved block with
+    changed values is passed as it is, because the user has changed it for this flow run.
     """
     name = saved_name(block)
-    if not name:
-        return None if default is not None and dict(block) == dict(default) else block
-    return name if dict(block) == dict(load_saved([type(block)], name)) else block
+    if name:
+        return name if dict(block) == dict(load_saved([type(block)], name)) else block
+    return None if default is not None and dict(block) == dict(default) else block

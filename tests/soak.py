@@ -29,8 +29,8 @@ from typing import Any
 
 import psutil
 
-from prefect_elastic_train.rehearsal.checker import distance
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault
+from prefect_elastic_train.rehearsal.checker import largest_difference
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, PlannedFault
 from tests.support.buckets import BUCKET, Bucket
 from tests.support.clusters import ElasticCluster
 from tests.support.ledgers import check_ledger, lost_commits
@@ -154,7 +154,7 @@ class Episode:
         if not self._at_once:
             flow.wait_for(self._ledger.exists, 180, "a first step")
         for fault in self.faults:
-            time.sleep(fault.wait)
+            time.sleep(fault.wait_seconds)
             if flow.process.poll() is not None:
                 break
             flow, done = self._play(flow, fault)
@@ -178,7 +178,7 @@ class Episode:
         self._stack.callback(flow.close)
         return flow
 
-    def _play(self, flow: FlowProcess, fault: Fault) -> tuple[FlowProcess, bool]:
+    def _play(self, flow: FlowProcess, fault: PlannedFault) -> tuple[FlowProcess, bool]:
         """Do what a fault is; return the flow process that goes on, and whether there was anything to do it to."""
         kind, nodes = fault.kind, self._cluster
         if kind == DISK:
@@ -211,7 +211,8 @@ class Episode:
         elif kind in (NODE, DRAIN) and nodes is not None:
             if len(self._nodes) < 2:
                 return flow, False
-            node = self._nodes.pop(fault.of(self._nodes))
+            node = fault.choose(self._nodes)
+            self._nodes.remove(node)
             if kind == DRAIN:
                 nodes.drain(node, 10)
                 time.sleep(10 * fault.chance)
@@ -248,7 +249,7 @@ class Episode:
         assert flow.marked() == [], "the processes of a training that a full disk has ended"
         return self._again(flow.flow_run_id)
 
-    def _signal(self, flow: FlowProcess, fault: Fault) -> bool:
+    def _signal(self, flow: FlowProcess, fault: PlannedFault) -> bool:
         victim = self._victim(flow, fault)
         with contextlib.suppress(psutil.Error):
             if victim is None:
@@ -262,7 +263,7 @@ class Episode:
             return True
         return False
 
-    def _victim(self, flow: FlowProcess, fault: Fault) -> psutil.Process | None:
+    def _victim(self, flow: FlowProcess, fault: PlannedFault) -> psutil.Process | None:
         kind, driver = fault.kind.removeprefix(FROZEN), flow.driver()
         if kind in (DRIVER, FLOW, "guard"):
             return {DRIVER: driver, FLOW: psutil.Process(flow.pid)}.get(kind) or flow.guard()
@@ -270,12 +271,12 @@ class Episode:
         of_group = {line["rank"]: line["pid"] for line in lines if lines and line["group"] == lines[-1]["group"]}
         if kind == WORKER:
             alive = [pid for pid in of_group.values() if psutil.pid_exists(pid)]
-            return psutil.Process(alive[fault.of(alive)]) if alive else None
+            return psutil.Process(fault.choose(alive)) if alive else None
         there = self._cluster.processes() if self._cluster is not None else flow.marked() if driver else []
         # A local cluster has none, and forks its workers.
         title = "fork_server" if kind == "standby" and self._cluster is None else TITLES[kind]
         found = [one for one in titled(there, title) if kind != "standby" or one.pid not in of_group.values()]
-        return found[fault.of(found)] if found else None
+        return fault.choose(found) if found else None
 
     def _wrong(self, flow: FlowProcess) -> Iterator[str]:
         length = self.config["length"]
@@ -288,7 +289,7 @@ class Episode:
         undisturbed = self._weights.with_name("undisturbed.npz")
         self._loop({**self.config, "weights": str(undisturbed)})
         here, there = _arrays(self._weights), _arrays(undisturbed)
-        gap, where = distance(here, there)
+        gap, where = largest_difference(here, there)
         if here.keys() != there.keys():
             yield f"the weights are {sorted(here)} instead of {sorted(there)}"
         if gap > 1e-5:

@@ -1,4 +1,4 @@
-"""Settings of a training as Prefect blocks. What each field means stands once, with the field that is inherited."""
+"""Settings of a training as Prefect blocks, for the flow process. Their fields are documented in ``core.settings``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, L
 
 
 class ElasticScaling(_common.TrainingBlock, ScalingSettings):
-    """How many workers a training runs with, and what each of them gets.
+    """The number of workers of a training, and the resources of each.
 
-    Training asks for ``max_workers``, starts as soon as ``min_workers`` fit, goes on smaller after a loss and
-    grows again when capacity returns.
+    Training requests ``max_workers`` and starts as soon as ``min_workers`` fit. It continues with fewer workers after
+    a loss, and grows again when capacity returns.
 
     Raises:
         ValidationError: A value is not allowed, or values do not fit together: with ``topology``, ``min_workers`` and
@@ -39,7 +39,7 @@ class ElasticScaling(_common.TrainingBlock, ScalingSettings):
 
 
 class FailureBudget(_common.TrainingBlock, FailureSettings):
-    """How much may fail before a training does, on each level of recovery.
+    """The failures that a training tolerates, on each level of recovery.
 
     Example:
         Allow many driver restarts for a run of several weeks::
@@ -55,7 +55,7 @@ class FailureBudget(_common.TrainingBlock, FailureSettings):
 
 
 class CheckpointPolicy(_common.TrainingBlock, CheckpointSettings):
-    """Which checkpoints of a training are kept.
+    """The checkpoints of a training to keep.
 
     Example:
         Keep the three checkpoints with the lowest validation loss::
@@ -71,7 +71,7 @@ class CheckpointPolicy(_common.TrainingBlock, CheckpointSettings):
 
 
 class RayCluster(_common.TrainingBlock, ClusterSettings):
-    """Which Ray cluster trains: one of the run's own on this machine, or an existing one.
+    """The Ray cluster of a training: a local one that is started for it, or an existing one.
 
     Example:
         Join a cluster from one of its nodes::
@@ -91,7 +91,7 @@ class RayCluster(_common.TrainingBlock, ClusterSettings):
 
 
 class LocalStorage(_common.TrainingBlock, LocalStorageSettings):
-    """Run directories in a directory: on this machine's disk, or on a mount that all nodes share.
+    """A directory with run directories: on the disk of this machine, or on a mount that all nodes share.
 
     Example:
         Keep run directories on a shared mount::
@@ -107,9 +107,9 @@ class LocalStorage(_common.TrainingBlock, LocalStorageSettings):
 
 
 class S3Storage(_common.TrainingBlock, S3StorageSettings):
-    """Run directories in a bucket of AWS S3 or of a store that speaks its protocol.
+    """A bucket with run directories, of AWS S3 or of a store with the same protocol.
 
-    The store must create exclusively (``If-None-Match: *``), as AWS, MinIO, Ceph and R2 do.
+    The store must support exclusive creation (``If-None-Match: *``), as AWS, MinIO, Ceph and R2 do.
 
     Example:
         Keep run directories in a bucket, with the credentials that each node has::
@@ -125,10 +125,10 @@ class S3Storage(_common.TrainingBlock, S3StorageSettings):
 
 
 class FsspecStorage(_common.TrainingBlock, FsspecStorageSettings):
-    """Run directories in another object store that fsspec knows, such as Google's or Azure's.
+    """Run directories in another object store that fsspec supports, such as Google's or Azure's.
 
-    Its fsspec package must be installed on each node (``gcsfs``, ``adlfs``), and the store must create exclusively:
-    one that does not is refused before training starts.
+    The store's fsspec package (``gcsfs``, ``adlfs``) must be installed on each node. The store must support exclusive
+    creation; otherwise it is refused before training starts.
 
     Example:
         Keep run directories in a bucket of Google Cloud Storage::

@@ -1,6 +1,6 @@
-"""Block documents as code: what a file says is what the server has.
+"""Block documents as code. :func:`apply` saves what a file of code defines, and overwrites what was edited in the UI.
 
-A value that somebody typed in the UI is overwritten. Secrets that the code leaves empty stay what the server has.
+Secrets that the code leaves empty keep the value on the server.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import chosen_blocks, values_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
-#: What Prefect takes for the name of a block document.
+#: Names that Prefect allows for block documents.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = False) -> list[str]:
-    """Save blocks under names; doing so again changes nothing.
+    """Save Prefect blocks under names, and overwrite what was edited in the UI. A repeated call changes nothing.
 
-    Nothing is written before all names have been checked. Documents keep their ids, so deployments that refer to them
-    follow. Block types are registered on the way.
+    All names are checked before anything is written. Existing documents keep their ids, so deployments that refer to
+    them use the new values. They keep their secrets if the new block has none. Block types are registered if needed.
 
     Args:
-        documents: Blocks by the name that they are saved under, at most one of a type for each name.
-        dry_run: Whether to write nothing, and only say what would be saved.
+        documents: Blocks by the name that they are saved under, at most one of each type under a name.
+        dry_run: Write nothing; only return what would be saved.
 
     Returns:
-        A line for each document, in the order given: ``created`` or ``updated``, and ``<block type>/<name>``.
+        A line for each document, in the order of ``documents``: ``created`` or ``updated``, and
+        ``<block type>/<name>``.
 
     Raises:
         ConfigurationError: There is no Prefect API, or a name or a combination of blocks is not allowed.
@@ -54,18 +55,21 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
 
 
 def load(name: str) -> dict[str, TrainingBlock]:
-    """Load the blocks that are saved under a name, as arguments of ``elastic_train``; others are its defaults.
+    """Return the blocks for ``elastic_train`` by argument: those saved under a name, and defaults for the others.
 
-    A deployment takes saved ones only as its parameters: save one of each type.
+    As parameters of a deployment, blocks must be saved: save one of each type.
 
     Raises:
-        ConfigurationError: None is saved under it.
+        ConfigurationError: No block is saved under the name.
     """
-    return chosen_blocks({}, name)
+    return chosen_blocks({}, name)._asdict()
 
 
 def data_to_store(block: TrainingBlock, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a document shall hold: the block's values, and the document's secrets if the block has none."""
+    """Return the data to write to the document of a block: its values, secrets included.
+
+    If the block has no secret, those in ``stored``, the document's present data, are kept.
+    """
     data = values_of(block, context={"include_secrets": True})
     secrets = type(block).model_json_schema()["secret_fields"]
     if not any(data[field] for field in secrets):
@@ -83,7 +87,7 @@ def _save(client: SyncPrefectClient, block: TrainingBlock, name: str, dry_run: b
         return f"created {document_name}"
     if not dry_run:
         block.register_type_and_schema(_sync=True)  # type: ignore[call-arg]
-        # Unlike `Block.save`, which merges: it would empty secrets, and keep fields that the type does not know.
+        # `Block.save` merges: it would empty secrets, and keep keys of dicts that the block no longer has.
         data = data_to_store(block, document.data)
         update = BlockDocumentUpdate(data=data, block_schema_id=block._block_schema_id, merge_existing_data=False)
         client.update_block_document(document.id, update)

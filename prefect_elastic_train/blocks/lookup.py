@@ -1,124 +1,173 @@
-"""Saved blocks by name: those that a person names, those of a profile, those that the settings name as default."""
+"""Find the block of an argument: a saved one by its name, the profile's, or the default of the settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prefect.exceptions import ObjectNotFound
+from pydantic import SecretStr
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core import storage_settings
 from prefect_elastic_train.core.operator_settings import default_block_name, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.settings import plain
 
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
 
-#: Each storage block and the plain settings in it.
-STORAGE_TYPES: dict[type[StorageBlock], type[storage_settings.StorageSettings]] = {
-    blocks.LocalStorage: storage_settings.LocalStorageSettings,
-    blocks.S3Storage: storage_settings.S3StorageSettings,
-    blocks.FsspecStorage: storage_settings.FsspecStorageSettings,
-}
-#: The types of blocks that each argument of ``elastic_train`` takes.
+STORAGE_TYPES: list[type[StorageBlock]] = [blocks.LocalStorage, blocks.S3Storage, blocks.FsspecStorage]
+#: The block types that each argument of ``elastic_train`` accepts.
 BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
     "scaling": [blocks.ElasticScaling],
     "failures": [blocks.FailureBudget],
     "checkpoints": [blocks.CheckpointPolicy],
-    "storage": [*STORAGE_TYPES],
+    "storage": STORAGE_TYPES,
     "cluster": [blocks.RayCluster],
 }
 
 
-def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
-    """Load a saved block of some types by ``"<block type>/<name>"``, or by the name alone; None if there is none.
+class Blocks(NamedTuple):
+    """The loaded blocks of a training. Each field is an argument of ``elastic_train``."""
+
+    scaling: blocks.ElasticScaling
+    failures: blocks.FailureBudget
+    checkpoints: blocks.CheckpointPolicy
+    storage: StorageBlock
+    cluster: blocks.RayCluster
+
+
+def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
+    """Return the saved block of one of the types with this name; None if there is none.
+
+    The name is ``"<block type>/<name>"``, or the name alone.
 
     Raises:
-        ConfigurationError: There are several, or it cannot be loaded, or its data are not allowed.
+        ConfigurationError: The name is ambiguous, the block cannot be loaded, or it holds a value that is not allowed.
     """
     slug, _, short = name.rpartition("/")
-    found: list[AnyBlock] = []
-    for kind in [kind for kind in kinds if slug in ("", kind.get_block_type_slug())]:
+    matches: list[AnyBlock] = []
+    for block_type in types:
+        if slug not in ("", block_type.get_block_type_slug()):
+            continue
         try:
-            found.append(kind.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
+            matches.append(block_type.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
         except ConfigurationError:
             raise
         except ValueError as error:
             if not isinstance(error.__cause__, ObjectNotFound):
-                raise ConfigurationError(f"cannot load block {kind.get_block_type_slug()}/{short}: {error}") from error
-    if len(found) > 1:
-        raise ConfigurationError(f"{name!r} names several blocks: give one of {', '.join(map(saved_name, found))}")
-    return found[0] if found else None
+                raise ConfigurationError(
+                    f"cannot load block {block_type.get_block_type_slug()}/{short}: {error}"
+                ) from error
+    if len(matches) > 1:
+        raise ConfigurationError(
+            f"{name!r} is the name of several blocks; use one of {', '.join(map(saved_name, matches))}"
+        )
+    return matches[0] if matches else None
 
 
-def load_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
-    """Load a saved block that must be there, see :func:`find_saved`."""
-    block = find_saved(kinds, name)
+def load_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
+    """Return the saved block of one of the types with this name, ``"<block type>/<name>"`` or the name alone.
+
+    Raises:
+        ConfigurationError: There is no such block, the name is ambiguous, or the block cannot be loaded.
+    """
+    block = find_saved(types, name)
     if block is None:
         short = name.rpartition("/")[2]
-        tried = " or ".join(f"{kind.get_block_type_slug()}/{short}" for kind in kinds)
-        hint = f"; a directory is given as ./{short}" if kinds[0] in STORAGE_TYPES else ""
+        searched = " or ".join(f"{block_type.get_block_type_slug()}/{short}" for block_type in types)
+        hint = f"; a directory is written as ./{short}" if types[0] in STORAGE_TYPES else ""
         raise ConfigurationError(
-            f"cannot load block {name!r}: there is no {tried}. See `prefect block ls`, or save one with "
-            f"{kinds[0].__name__}(...).save({short!r}){hint}"
+            f"cannot load block {name!r}: there is no {searched}. See `prefect block ls`, or save one with "
+            f"{types[0].__name__}(...).save({short!r}){hint}"
         )
     return block
 
 
 def saved_name(block: TrainingBlock) -> str:
-    """Return what loads a block elsewhere, ``"<block type>/<name>"``; empty if it is not a saved one."""
+    """Return ``"<block type>/<name>"`` of a saved block; empty if the block is not saved."""
     name = block._block_document_name
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
 def reference_to(block: TrainingBlock) -> dict[str, dict[str, str]]:
-    """Return what stands for a saved block among the parameters of a flow run, as the UI makes it."""
+    """Return the reference to a saved block for the parameters of a flow run, as Prefect's UI writes it."""
     return {"$ref": {"block_document_id": str(block._block_document_id)}}
 
 
 def values_of(block: TrainingBlock, **options: Any) -> dict[str, Any]:
-    """Return a block's values as JSON has them, secrets as asterisks, without what Prefect adds."""
+    """Return the values of a block's fields as JSON values, secrets as asterisks; ``options`` are pydantic's."""
     return block.model_dump(mode="json", include=set(type(block).model_fields), **options)
 
 
-def plain_storage(block: StorageBlock) -> storage_settings.StorageSettings:
-    """Return a storage block's values as the plain settings that everything else reads."""
-    return plain(STORAGE_TYPES[type(block)], block)
+def load_block(argument: str, value: TrainingBlock | str | None = None) -> Any:
+    """Return the block for an argument of ``elastic_train``.
+
+    It is ``value`` itself if that is a block. Otherwise :func:`chosen_block` loads the block with the name ``value``,
+    or the default one.
+
+    Raises:
+        ConfigurationError: The block cannot be loaded, is of another type, or has masked secrets.
+    """
+    types = BLOCK_TYPES[argument]
+    block = chosen_block(argument, value or "") if value is None or isinstance(value, str) else value
+    if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
+        names = " or ".join(block_type.__name__ for block_type in types)
+        raise ConfigurationError(f"{argument}: expected {names} or the name of one, got {type(value).__name__}")
+    for field, content in block:
+        secret = content.get_secret_value() if isinstance(content, SecretStr) else ""
+        if secret and not secret.strip("*"):
+            raise ConfigurationError(
+                f"{type(block).__name__}.{field} is masked: Prefect stores the secrets of a block in the parameters of "
+                "a flow run as asterisks. Save the block and pick it by name in the parameter"
+            )
+    return block
 
 
 def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
-    """Load the block of a training that stands for an argument of ``elastic_train``.
+    """Load the block for an argument of ``elastic_train``.
 
-    That is the one of this name, as ``training-storage-s3/prod`` or ``prod``; a storage may also be a directory
-    (``./runs``) or a URL (``s3://bucket/runs``, ambient credentials). Without a name it is the one that is saved under
-    the profile's, else what the settings say, else the default.
+    With a ``name``, only this block is tried: ``training-storage-s3/prod`` or ``prod``; for a storage also a directory
+    such as ``./runs``, or a URL such as ``s3://bucket/runs`` with ambient credentials.
+
+    Without a ``name``, it is the first that exists: the block that is saved under the name ``profile``, the block that
+    the settings name as the default, the default of the package.
 
     Raises:
-        ConfigurationError: There is no such block, or it cannot be loaded.
+        ConfigurationError: The block with the name, or the default in the settings, does not exist or cannot be loaded.
     """
-    kinds = BLOCK_TYPES[argument]
-    if name and argument == "storage" and (settings := storage_settings.storage_at(name)):
-        [kind] = [kind for kind, plain_kind in STORAGE_TYPES.items() if type(settings) is plain_kind]
-        return kind(**dict(settings))
+    types = BLOCK_TYPES[argument]
+    settings = storage_settings.storage_at(name) if argument == "storage" else None
+    if settings is not None:
+        block_type = next(block_type for block_type in STORAGE_TYPES if issubclass(block_type, type(settings)))
+        return block_type(**dict(settings))
     if name:
-        return load_saved(kinds, name)
-    if profile and (block := find_saved(kinds, profile)):
+        return load_saved(types, name)
+    block = find_saved(types, profile) if profile else None
+    if block is not None:
         return block
     if default := default_block_name(argument):
         try:
-            return load_saved(kinds, default)
-        except ConfigurationError as error:  # say who names it: nobody has typed it just now
+            return load_saved(types, default)
+        except ConfigurationError as error:  # the user may not know the setting, so name it
             raise ConfigurationError(f"{variable_of(f'default_{argument}')}={default!r}: {error}") from error
-    return blocks.LocalStorage(path=storage_settings.DEFAULT_STORAGE) if argument == "storage" else kinds[0]()
+    return blocks.LocalStorage(path=storage_settings.DEFAULT_STORAGE) if argument == "storage" else types[0]()
 
 
-def chosen_blocks(names: Mapping[str, str], profile: str = "") -> dict[str, TrainingBlock]:
-    """Load all blocks of a training, by argument; see :func:`chosen_block`."""
-    chosen = {argument: chosen_block(argument, names.get(argument, ""), profile) for argument in BLOCK_TYPES}
+def chosen_blocks(names: Mapping[str, str], profile: str = "") -> Blocks:
+    """Load the blocks for all arguments of ``elastic_train``, each as :func:`chosen_block` does.
+
+    ``names`` has the names of blocks by argument. An argument without a name uses the block that is saved under the
+    name ``profile``, else the default one.
+
+    Raises:
+        ConfigurationError: A block cannot be loaded, or no block is saved under the name of the profile.
+    """
+    chosen: dict[str, Any] = {
+        argument: chosen_block(argument, names.get(argument, ""), profile) for argument in BLOCK_TYPES
+    }
     if profile and not any(block._block_document_name == profile for block in chosen.values()):
         raise ConfigurationError(f"--profile {profile}: no block of a training has this name. See `prefect block ls`")
-    return chosen
+    return Blocks(**chosen)

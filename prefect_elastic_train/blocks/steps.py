@@ -1,7 +1,8 @@
-"""Steps of a ``prefect.yaml``: saved blocks as parameters of a deployment, by reference.
+"""Steps of a ``prefect.yaml``: references to saved blocks as parameters of a deployment.
 
-Prefect resolves ``{{ prefect.blocks.… }}`` and ``$ref`` while it deploys, and so writes a copy of the block into the
-deployment: it does not follow later changes, and its secrets can be read there. What a step gives is put in later.
+Prefect resolves ``{{ prefect.blocks.… }}`` and ``$ref`` while it deploys, and writes a copy of the block into the
+deployment. The copy does not follow later changes, and shows the block's secrets. The output of a step is inserted
+after that, so a reference stays a reference.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved, referen
 def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
     """Return references to saved blocks, for the parameters of a deployment.
 
-    The blocks are loaded once, so that a deployment with a block that is missing or holds a bad value is refused.
+    Each block is loaded once, so that a deployment with a missing or invalid block is refused.
 
     Args:
-        **names: Saved blocks by the keys that their references get, as ``"<block type>/<name>"``.
+        **names: Saved blocks as ``"<block type>/<name>"``, by the keys of their references.
 
     Returns:
-        The references by their keys. The server resolves them for each flow run, and the deployment follows changes of
+        The references by their keys. The server resolves them for each flow run, so the deployment follows changes of
         its blocks.
 
     Raises:
@@ -39,5 +40,5 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    kinds = [*chain.from_iterable(BLOCK_TYPES.values())]
-    return {key: reference_to(load_saved(kinds, name)) for key, name in names.items()}
+    types = [*chain.from_iterable(BLOCK_TYPES.values())]
+    return {key: reference_to(load_saved(types, name)) for key, name in names.items()}

@@ -1,9 +1,14 @@
-"""The command ``elastic-train``.
+"""The command ``elastic-train``. Runs in the CLI process; ``run`` is also the flow process.
 
-Exit codes: 0 done; 1 refused, failed or declined, with a message, and for ``runs verify`` also damage, for ``doctor``
-also something that keeps trainings from running; 2 wrong usage, for ``run`` also input that it refuses before anything
-starts; 130 for ``run`` after Ctrl-C. Ray is not imported, and Prefect only where a block or a flow run is named, and by
-``run`` and ``doctor``.
+Exit codes:
+
+- 0: done.
+- 1: refused, failed or declined, with a message. ``runs verify`` found damage, or ``doctor`` something that keeps
+  trainings from running.
+- 2: wrong usage. ``run`` and ``rehearse`` refused their input before anything started.
+- 130: ``run`` was interrupted by Ctrl-C.
+
+Listing the commands imports neither Ray nor Prefect. The commands ``runs`` import Prefect only to load a saved block.
 """
 
 from __future__ import annotations
@@ -18,65 +23,69 @@ from prefect_elastic_train.core.version import __version__
 
 __all__ = ["app"]
 
-#: Where each command is, and what it says first of itself: the list of them shall not load what they need.
+#: Location and help text of each command. The list of commands is shown without importing their modules.
 COMMANDS = {
     "run": ("running:run_training", "Train with a loop, without writing a flow for it. Logs go to standard error."),
     "rehearse": (
         "rehearsing:rehearse",
-        "Train a loop undisturbed and then under faults, on this machine, and see whether the same comes out.",
+        "Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.",
     ),
     "resume": (
         "flow_runs:resume_flow_run",
-        "Resume a flow run whose machine was lost, and which looks running ever since.",
+        "Resume a flow run whose machine was lost, and which still looks running.",
     ),
-    "doctor": ("doctor:examine", "Try all that a training needs, and say what to do about what is wrong."),
-    "runs": ("runs:app", "Look at the runs of a storage, check them, and clean up."),
-    "automations": ("flow_runs:app", "Automations that resume dead flow runs, start evaluations, and alert."),
+    "doctor": ("doctor:examine", "Check everything that a training needs, and print what to do about problems."),
+    "runs": ("runs:app", "List, check and clean up the runs of a storage."),
+    "automations": ("flow_runs:app", "Automations that resume dead flow runs, start evaluations and send alerts."),
 }
 
 
-class _Commands(TyperGroup):
-    """Loads a command once it is needed; until then another stands in for it, in the list and among suggestions."""
+class _LazyGroup(TyperGroup):
+    """Group of commands that imports the module of a command when the command is used.
 
-    _is_listed = False
+    The list of commands is shown without these imports.
+    """
+
+    _lists_commands = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if self._is_listed or cmd_name not in COMMANDS:
+        if self._lists_commands or cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        where, words = COMMANDS[cmd_name]
-        found = resolve_name(f"{__name__}.{where}")
-        if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False)
-            alone.command(cmd_name)(found)
-            found = alone
-        command = typer.main.get_command(found)
-        command.name, command.help = cmd_name, command.help or words
+        location, help_text = COMMANDS[cmd_name]
+        target = resolve_name(f"{__name__}.{location}")
+        if not isinstance(target, typer.Typer):
+            function = target
+            target = typer.Typer(add_completion=False)
+            target.command(cmd_name)(function)
+        command = typer.main.get_command(target)
+        command.name = cmd_name
+        command.help = command.help or help_text
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._is_listed = True
+        self._lists_commands = True
         super().format_help(ctx, formatter)
 
 
 app = typer.Typer(
     name="elastic-train",
     help="Long, elastic, fault-tolerant Ray Train runs, operated from Prefect.",
-    cls=_Commands,
+    cls=_LazyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
-def _stand_in() -> None:
-    """Stand for a command that is not loaded."""
+def _placeholder() -> None:
+    """Stand in the list of commands for a command whose module is not imported."""
 
 
-for _name, (_, _words) in COMMANDS.items():
-    app.command(_name, help=_words)(_stand_in)
+for _name, (_, _help) in COMMANDS.items():
+    app.command(_name, help=_help)(_placeholder)
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -84,7 +93,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Have options that stand before the command."""
+    """Accept the options that stand before the command."""

@@ -1,4 +1,4 @@
-"""``elastic-train doctor``: whether trainings can run here, and what to do if they cannot."""
+"""``elastic-train doctor``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import Json, clean, console, print_json
+from prefect_elastic_train.cli.common import Json, print_json, print_lines
 
 
 def examine(
     storage: Annotated[
         str,
         typer.Option(
-            help="Directory, URL or saved block to try. [default: of profile or settings, else ~/elastic_train_runs]",
+            help="Directory, URL or saved block. Default: of profile or settings, else ~/elastic_train_runs.",
             metavar="STORAGE",
         ),
     ] = "",
     cluster: Annotated[
         str,
-        typer.Option(
-            help="Saved RayCluster to try. [default: that of profile or settings, else a local one]", metavar="NAME"
-        ),
+        typer.Option(help="Saved RayCluster. Default: of profile or settings, else a local cluster.", metavar="NAME"),
     ] = "",
-    profile: Annotated[str, typer.Option(help="Name of a set of saved blocks to try.", metavar="NAME")] = "",
+    profile: Annotated[str, typer.Option(help="Name of a set of saved blocks.", metavar="NAME")] = "",
     as_json: Json = False,
 ) -> None:
-    """Try all that a training needs, and say what to do about what is wrong.
+    """Check everything that a training needs, and print what to do about problems.
 
     Versions, the Prefect server, saved blocks, the storage, the cluster: each line is ok, warn (trainings
-    run), skip (could not be looked at) or fail (trainings do not run).
+    run), skip (not checked) or fail (trainings do not run).
 
     Exit code 0 if nothing fails, 1 if something does, 2 for wrong usage.
     """
@@ -42,15 +40,16 @@ def examine(
     for finding in run_checks(storage, cluster, profile):
         findings.append(finding)
         if not as_json:
-            remedy = f"\n{'':15}to do: {clean(finding.remedy)}" if finding.remedy else ""
-            text = f"{finding.level:<5}{finding.check:<10}{clean(finding.message)}{remedy}"
-            console().print(text, markup=False)
+            print_lines(f"{finding.level:<5}{finding.check:<10}{finding.message}")
+            if finding.remedy:
+                print_lines(f"{'':15}to do: {finding.remedy}")
     seconds = round(time.monotonic() - started, 1)
-    is_well = all(finding.level != "fail" for finding in findings)
+    is_ok = all(finding.level != "fail" for finding in findings)
     if as_json:
-        print_json({"ok": is_well, "seconds": seconds, "findings": [*map(asdict, findings)]})
+        print_json({"ok": is_ok, "seconds": seconds, "findings": [*map(asdict, findings)]})
     else:
-        verdict = "trainings can run here" if is_well else "trainings cannot run like this"
-        console().print(f"{verdict} (checked in {seconds} s)", markup=False)
-    if not is_well:
+        print_lines(
+            f"{'trainings can run here' if is_ok else 'trainings cannot run like this'} (checked in {seconds} s)"
+        )
+    if not is_ok:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``elastic-train resume`` and ``elastic-train automations``: dead flow runs, and what resumes them by itself."""
+"""``elastic-train resume`` and ``elastic-train automations``: resume dead flow runs, once or automatically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import console, errors
+from prefect_elastic_train.cli.common import exit_on_error, print_lines
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -19,30 +19,30 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 
 def resume_flow_run(
     run: Annotated[str, typer.Argument(help="Id or name of the flow run.", metavar="FLOW_RUN")],
-    force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Do not check whether the flow run is alive.")] = False,
 ) -> None:
-    """Resume a flow run whose machine was lost, and which looks running ever since.
+    """Resume a flow run whose machine was lost, and which still looks running.
 
-    Refuses while the run shows a sign of life: a process on this machine, or a recent heartbeat to Prefect. A dead
-    Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled. One without a
-    deployment has nobody to execute it: the error says how you do.
+    A flow run that may be alive is refused: one with a process on this machine, or with a recent heartbeat to Prefect.
+    A dead Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled. A run
+    without a deployment is not executed by any runner: the error says how to resume it.
     """
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.orchestration import resuming
+    from prefect_elastic_train.orchestration import flow_run_resume
 
-    with errors(), get_client(sync_client=True) as client:
+    with exit_on_error(), get_client(sync_client=True) as client:
         try:
             flow_run_id = UUID(run)
         except ValueError:
-            flow_run_id = resuming.flow_run_called(client, run)
-        for line in resuming.resume(client, flow_run_id, force=force):
-            console().print(line, markup=False)
+            flow_run_id = flow_run_resume.find_flow_run(client, run)
+        for line in flow_run_resume.resume(client, flow_run_id, force=force):
+            print_lines(line)
 
 
 @app.callback()
 def automations() -> None:
-    """Automations that resume dead flow runs, start evaluations, and alert."""
+    """Automations that resume dead flow runs, start evaluations and send alerts."""
 
 
 @app.command("create")
@@ -54,15 +54,19 @@ def create_automations(
         float,
         # Prefect's heartbeats come at most every 30 s.
         typer.Option(min=60, help="Seconds without a heartbeat after which a run counts as crashed."),
-    ] = 600.0,  # three of Prefect's heartbeat intervals and some
+    ] = 600.0,  # longer than three of Prefect's heartbeat intervals
     evaluate_with: Annotated[
-        str, typer.Option(metavar="DEPLOYMENT", help="Start this one with checkpoints: checkpoint_uri and storage.")
+        str,
+        typer.Option(
+            metavar="DEPLOYMENT",
+            help="Start this deployment with each checkpoint, as parameters checkpoint_uri and storage.",
+        ),
     ] = "",
     evaluate_at: Annotated[
         str, typer.Option(help="best-checkpoint: at each new best one; completed: with the best one at the end.")
     ] = "best-checkpoint",
     alert: Annotated[
-        str, typer.Option(metavar="BLOCK", help="Notification block that tells of each failure, as type/name.")
+        str, typer.Option(metavar="BLOCK", help="Notification block for a message about each failure, as type/name.")
     ] = "",
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated.
@@ -71,10 +75,10 @@ def create_automations(
     """
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.orchestration import resuming
+    from prefect_elastic_train.orchestration.automations import find_scopes, save_automations
 
-    with errors(), get_client(sync_client=True) as client:
-        scopes = resuming.scopes(client, deployments or [], tags or [])
-        how = max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
-        for what, name in resuming.apply(client, scopes, *how):
-            console().print(f"{what:<10}{name}", markup=False)
+    with exit_on_error(), get_client(sync_client=True) as client:
+        scopes = find_scopes(client, deployments or [], tags or [])
+        saved = save_automations(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert)
+        for change, name in saved:
+            print_lines(f"{change:<10}{name}")

@@ -1,4 +1,4 @@
-"""``elastic-train rehearse``: faults on a loop, before a training meets them."""
+"""``elastic-train rehearse``: test the recovery of a loop before a real fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import clean, console, errors
+from prefect_elastic_train.cli.common import exit_on_error, print_lines, printable
 from prefect_elastic_train.cli.running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
@@ -19,44 +19,49 @@ def rehearse(
     config: ConfigFiles = None,
     settings: ConfigValues = None,
     framework: Framework = "torch",
-    scaling: Annotated[str, typer.Option(help="Saved ElasticScaling. [default: one CPU a worker]")] = "",
-    workers: Annotated[int, typer.Option(help="How many train undisturbed.", min=1)] = 2,
-    faults: Annotated[str, typer.Option(help="Of worker,driver,freeze,storage,node,drain,growth. [default: all]")] = "",
-    minutes: Annotated[float, typer.Option(help="For all of it, roughly.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Of the schedule: the same gives the same.")] = 0,
-    tolerance: Annotated[float, typer.Option(help="For the state after a change of workers, relative.")] = 1e-3,
+    scaling: Annotated[str, typer.Option(help="Saved ElasticScaling. Default: one CPU a worker.")] = "",
+    workers: Annotated[int, typer.Option(help="Number of workers of the undisturbed training.", min=1)] = 2,
+    faults: Annotated[
+        str, typer.Option(help="Some of worker,driver,freeze,storage,node,drain,growth. Default: all.")
+    ] = "",
+    minutes: Annotated[float, typer.Option(help="Approximate duration.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
+    tolerance: Annotated[
+        float, typer.Option(help="Limit of the state's relative difference after a change of workers.")
+    ] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
-    verbose: Annotated[bool, typer.Option(help="Show what drivers and workers print, on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Print the output of drivers and workers to standard error.")] = False,
 ) -> None:
-    """Train a loop undisturbed and then under faults, on this machine, and see whether the same comes out.
+    """Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.
 
-    It writes a certificate, as a page and as JSON: what each fault has cost, and what is wrong with the loop. Give a
-    config with which the loop saves several times in a minute.
+    Writes a certificate as JSON and HTML: the cost of each fault, and the problems of the loop. Use a config with
+    which the loop saves several times a minute.
 
-    Exit code 0 if the loop recovers as it should, 1 if it does not, 2 if it was refused before anything started.
+    Exit code 0 if the certificate passes, 1 if it does not, 2 if the input was refused before anything started.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, after which only a certificate is left
-    with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
-        from prefect_elastic_train.orchestration.arguments import absolute, check_named_loop, named_loop
-        from prefect_elastic_train.rehearsal.rehearsing import rehearse as run
+    # SIGTERM acts as Ctrl-C: the certificate is written, and everything else is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with redirect_stdout(sys.stderr), exit_on_error(WRONG_USAGE):
+        from prefect_elastic_train.orchestration.train_loops import absolute_loop_name, check_loop_name, load_named_loop
+        from prefect_elastic_train.rehearsal.runner import rehearse as run
         from prefect_elastic_train.rehearsal.schedule import KINDS
 
-        name = absolute(loop)
-        check_named_loop(name)
+        name = absolute_loop_name(loop)
+        check_loop_name(name)
         certificate = run(
-            named_loop(name),
+            load_named_loop(name),
             loop_config(config or [], settings or []),
             framework=framework,
             scaling=scaling or None,
             workers=workers,
-            faults=[one.strip() for one in faults.split(",")] if faults else KINDS,
+            faults=[kind.strip() for kind in faults.split(",")] if faults else KINDS,
             minutes=minutes,
             seed=seed,
             tolerance=tolerance,
             save_to=out,
-            tell=lambda line: typer.echo(f"  {clean(line)}", err=True),
-            on_line=lambda source, line: typer.echo(f"    {source}: {clean(line)}", err=True) if verbose else None,
+            tell=lambda line: typer.echo(f"  {printable(line)}", err=True),
+            on_line=lambda source, line: typer.echo(f"    {source}: {printable(line)}", err=True) if verbose else None,
         )
-    console().print(clean(certificate.markdown()), markup=False)
+    print_lines(certificate.markdown())
     if not certificate.passed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``elastic-train run``: a training from a shell, as a flow run of the generic flow in this process."""
+"""``elastic-train run``: run a training from a shell, as a flow run of the flow "train" in this process."""
 
 from __future__ import annotations
 
@@ -7,27 +7,40 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from pydantic_core import to_json
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from prefect_elastic_train.cli.common import Json, errors, fail, faults, metrics_in_short, print_pairs
+from prefect_elastic_train.cli.common import (
+    Json,
+    exit_on_error,
+    exit_with_error,
+    format_faults,
+    print_fields,
+    print_json,
+    short_metrics,
+)
+from prefect_elastic_train.core.causes import short_message
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.ray_output import cause
-from prefect_elastic_train.report.markdown import duration
+from prefect_elastic_train.report.formats import duration
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
-    from prefect_elastic_train.blocks._common import TrainingBlock
+    from prefect_elastic_train.blocks.lookup import Blocks
+    from prefect_elastic_train.orchestration.arguments import TrainOptions
 
-#: Exit code for wrong usage, the same as typer's.
+#: Exit code for wrong usage, as in typer.
 WRONG_USAGE = 2
-
-_CONFIG, _BLOCKS, _RUN = "Config of the loop", "Blocks", "Run"
+#: Less than Prefect's limit, to leave room for the other parameters.
+_MAX_CONFIG_BYTES = 500_000
+#: Panels of the help.
+_CONFIG = "Config of the loop"
+_BLOCKS = "Blocks"
+_RUN = "Run"
 
 
 def _option(panel: str, help: str, metavar: str | None = None, *names: str) -> Any:
@@ -39,11 +52,11 @@ Loop = Annotated[
 ]
 ConfigFiles = Annotated[
     list[Path] | None,
-    _option(_CONFIG, "YAML or JSON file with it; of several, the later value counts.", "FILE"),
+    _option(_CONFIG, "YAML or JSON file with the config; later files override.", "FILE"),
 ]
 ConfigValues = Annotated[
     list[str] | None,
-    _option(_CONFIG, "A value of it, such as optimizer.lr=1e-3; counts before files.", "KEY=VALUE", "--set"),
+    _option(_CONFIG, "A value of the config, such as optimizer.lr=1e-3; overrides files.", "KEY=VALUE", "--set"),
 ]
 Framework = Annotated[str, _option(_RUN, "torch, jax, or none for a plain Python loop.")]
 _SavedBlock = Annotated[str, _option(_BLOCKS, "Saved block.", "NAME")]
@@ -54,7 +67,7 @@ def run_training(
     config: ConfigFiles = None,
     settings: ConfigValues = None,
     framework: Framework = "torch",
-    workers: Annotated[str, _option(_BLOCKS, "Number of workers, in place of the scaling's.", "N|MIN:MAX")] = "",
+    workers: Annotated[str, _option(_BLOCKS, "Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
     profile: Annotated[
         str, _option(_BLOCKS, "Name of several saved blocks. Others: the settings', else defaults.", "NAME")
     ] = "",
@@ -65,12 +78,12 @@ def run_training(
         str, _option(_BLOCKS, "Saved block, directory (./runs) or URL (s3://…, ambient credentials).", "STORAGE")
     ] = "",
     cluster: _SavedBlock = "",
-    run_name: Annotated[str, _option(_RUN, "Name of the run. [default: train-ID]", "NAME")] = "",
-    resume: Annotated[bool, _option(_RUN, "Go on with the run of this name.", None, "--resume")] = False,
+    run_name: Annotated[str, _option(_RUN, "Name of the run. Default: train-ID.", "NAME")] = "",
+    resume: Annotated[bool, _option(_RUN, "Resume the run of this name.", None, "--resume")] = False,
     resume_from: Annotated[
-        str, _option(_RUN, "Begin with the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
+        str, _option(_RUN, "Start from the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
     ] = "",
-    timeout: Annotated[float | None, _option(_RUN, "End the training after so long.", "SECONDS")] = None,
+    timeout: Annotated[float | None, _option(_RUN, "Stop the training after this time.", "SECONDS")] = None,
     as_json: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would run, as JSON without secrets.")
@@ -78,84 +91,86 @@ def run_training(
 ) -> None:
     """Train with a loop, without writing a flow for it. Logs go to standard error.
 
-    It is a flow run of the flow "train", seen in Prefect's UI; drivers that are lost are replaced. Whatever ends it,
-    the run directory stays, and the same command with --run-name and --resume goes on.
+    The training is a flow run of the flow "train", shown in Prefect's UI; lost drivers are restarted. However it ends,
+    the run directory stays, and the same command with --run-name and --resume continues.
 
-    Exit code 0 if the training has completed, 1 if it failed, 2 if it was refused before anything started, 130 after
+    Exit code 0 if the training completed, 1 if it failed, 2 if it was refused before anything started, 130 after
     Ctrl-C.
     """
-    # Standard output is the result's: what the user's modules print on their import goes elsewhere.
-    with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
-        from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name, values_of
-        from prefect_elastic_train.orchestration.arguments import absolute, check_arguments, check_named_loop
-        from prefect_elastic_train.orchestration.result import TrainingResult
-
-        check_arguments(framework, run_name or None, resume, resume_from or None, timeout)
-        parameters: dict[str, Any] = {
-            "train_loop": absolute(loop),
-            "train_loop_config": loop_config(config or [], settings or []),
-            "framework": framework,
-            "run_name": run_name,
-            "resume": resume,
-            "resume_from": resume_from,
-            "timeout_seconds": timeout or 0.0,
-        }
-        check_named_loop(parameters["train_loop"])
-        named = {
-            "scaling": scaling,
-            "failures": failures,
-            "checkpoints": checkpoints,
-            "storage": storage,
-            "cluster": cluster,
-        }
-        blocks = chosen_blocks(named, profile)
-        if workers:
-            blocks["scaling"] = _with_workers(blocks["scaling"], workers)
-        ended = None if dry_run else _train(parameters, blocks)
-    if ended is None:
-        for argument, block in blocks.items():
-            name = saved_name(block) or f"{block.get_block_type_slug()} (not saved)"
-            parameters[argument] = {"block": name, **values_of(block)}  # secrets as asterisks
-        typer.echo(json.dumps(parameters, indent=2))
-        return
-    flow_run, state = ended
-    if not state.is_completed():
-        # In one line what went wrong; the log has all of it.
-        first, _, rest = str(state.result(raise_on_failure=False) or state.message).strip().partition("\n")
-        words = f"{first.strip().rstrip('.')}: {cause(rest)}" if rest.strip() else first
-        fail(f"{state.name}: {words}. Flow run {_where_to_look(flow_run)}")
-    result = TrainingResult.model_validate(state.result())
-    if as_json:
-        # A metric may be NaN, which is no JSON: it becomes null.
-        typer.echo(to_json(result.model_dump(), inf_nan_mode="null", indent=2).decode())
-        return
-    print_pairs(
-        [
-            ("run", result.run_name),
-            ("where", result.run_uri),
-            ("checkpoint", result.checkpoint_uri),
-            ("metrics", metrics_in_short(result.metrics, 10)),
-            ("attempts", f"{result.attempts}, {faults(result)}"),
-            ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
-            ("flow run", _where_to_look(flow_run)),
-        ]
-    )
+    options: TrainOptions = {
+        "framework": framework,
+        "run_name": run_name or None,
+        "resume": resume,
+        "resume_from": resume_from,
+        "timeout_seconds": timeout,
+    }
+    names = {
+        "scaling": scaling,
+        "failures": failures,
+        "checkpoints": checkpoints,
+        "storage": storage,
+        "cluster": cluster,
+    }
+    # Standard output is for the result, and modules of the user may print when they are imported.
+    with redirect_stdout(sys.stderr), exit_on_error(WRONG_USAGE):
+        parameters = _checked_parameters(loop, loop_config(config or [], settings or []), options)
+        blocks = _load_blocks(names, profile, workers)
+        finished = None if dry_run else _run_flow(parameters, blocks)
+    if finished is None:
+        _print_plan(parameters, blocks)
+    else:
+        _print_result(finished, as_json)
 
 
-def _with_workers(scaling: TrainingBlock, workers: str) -> TrainingBlock:
-    """Return a scaling with another number of workers, ``"4"`` or ``"1:8"``."""
-    least, colon, most = workers.partition(":")
+def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
+    """Check the train loop and the options of ``elastic-train run``.
+
+    Return the parameters of the flow ``train``, without its blocks.
+    """
+    from prefect_elastic_train.orchestration.arguments import check_options
+    from prefect_elastic_train.orchestration.train_loops import absolute_loop_name, check_loop_name
+
+    check_options(options)
+    name = absolute_loop_name(loop)
+    check_loop_name(name)
+    flow_options = {
+        **options,
+        "run_name": options["run_name"] or "",
+        "timeout_seconds": options["timeout_seconds"] or 0,
+    }
+    return {"train_loop": name, "train_loop_config": config, **flow_options}
+
+
+def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:
+    """Load the blocks of a training by their names and the profile.
+
+    ``workers``, such as ``"4"`` or ``"1:8"``, replaces the number of workers in the scaling; empty: it stays.
+    """
+    from prefect_elastic_train.blocks.lookup import chosen_blocks
+
+    blocks = chosen_blocks(names, profile)
+    if not workers:
+        return blocks
+    minimum, colon, maximum = workers.partition(":")
     try:
-        numbers = {"min_workers": int(least), "max_workers": int(most if colon else least)}
-        return type(scaling)(**{**dict(scaling), **numbers})
+        numbers = {"min_workers": int(minimum), "max_workers": int(maximum if colon else minimum)}
+        return blocks._replace(scaling=type(blocks.scaling)(**dict(blocks.scaling) | numbers))
     except ValueError as error:
         raise ConfigurationError(
-            f"--workers {workers}: expected a number (4) or a range (1:8) that fits to the scaling: {error}"
+            f"--workers {workers}: expected a number (4) or a range (1:8) that the scaling allows: {error}"
         ) from error
 
 
-def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tuple[FlowRun, State[Any]]:
-    """Run the generic flow in this process; return its flow run, and the state that it ended in."""
+class _FinishedFlowRun(NamedTuple):
+    flow_run: FlowRun
+    state: State[Any]
+
+
+def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> _FinishedFlowRun:
+    """Run the flow ``train`` in this process until it ends. Return its flow run and the final state.
+
+    Exit the command after Ctrl-C, and if the flow ends without setting a state.
+    """
     from prefect.client.orchestration import get_client
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
@@ -163,58 +178,110 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     from prefect_elastic_train.blocks.lookup import reference_to
     from prefect_elastic_train.train_flow import train
 
-    # Of a saved block the flow run keeps a reference, as the UI makes it: no secret, and a retry finds it mended.
-    parameters = parameters | {
-        argument: reference_to(block) if block._block_document_id else block for argument, block in blocks.items()
+    # The flow run keeps references to saved blocks, as from the UI: no secrets, and a retry uses the current values.
+    references = {
+        argument: reference_to(block) if block._block_document_id else block
+        for argument, block in blocks._asdict().items()
     }
+    parameters = {**parameters, **references}
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(train, parameters=train.serialize_parameters(parameters))
     try:
         state: Any = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
     except KeyboardInterrupt:
         typer.echo("interrupted; checkpoints are kept. To continue: --run-name TASK_RUN_NAME --resume", err=True)
-        raise typer.Exit(130) from None  # as shells do after Ctrl-C
+        raise typer.Exit(130) from None  # the exit code of shells after Ctrl-C
     except Abort as error:
-        fail(f"{error}. Flow run {_where_to_look(flow_run)}")
-    return flow_run, state
+        exit_with_error(f"{error}. Flow run {_locate(flow_run)}")
+    return _FinishedFlowRun(flow_run, state)
 
 
-def _where_to_look(flow_run: FlowRun) -> str:
+def _locate(flow_run: FlowRun) -> str:
+    """Return the name of a flow run and its URL in Prefect's UI; without a UI, its name and id."""
     from prefect.utilities.urls import url_for
 
     return f"{flow_run.name}: {url_for('flow-run', flow_run.id) or flow_run.id}"
 
 
+def _print_plan(parameters: dict[str, Any], blocks: Blocks) -> None:
+    from prefect_elastic_train.blocks.lookup import saved_name, values_of
+
+    plan = dict(parameters)
+    for argument, block in blocks._asdict().items():
+        name = saved_name(block) or f"{block.get_block_type_slug()} (not saved)"
+        plan[argument] = {"block": name, **values_of(block)}  # secrets as asterisks
+    print_json(plan)
+
+
+def _print_result(finished: _FinishedFlowRun, as_json: bool) -> None:
+    """Print the result of a completed training; exit with an error if it did not complete."""
+    from prefect_elastic_train.orchestration.training_result import TrainingResult
+
+    state = finished.state
+    if not state.is_completed():
+        # One line; the log has all of it.
+        first, _, rest = str(state.result(raise_on_failure=False) or state.message).strip().partition("\n")
+        message = f"{first.strip().rstrip('.')}: {short_message(rest)}" if rest.strip() else first
+        exit_with_error(f"{state.name}: {message}. Flow run {_locate(finished.flow_run)}")
+    result = TrainingResult.model_validate(state.result())
+    if as_json:
+        print_json(result.model_dump())
+        return
+    print_fields(
+        [
+            ("run", result.run_name),
+            ("where", result.run_uri),
+            ("checkpoint", result.checkpoint_uri),
+            ("metrics", short_metrics(result.metrics, 10)),
+            ("attempts", f"{result.attempts}, {format_faults(result)}"),
+            ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
+            ("flow run", _locate(finished.flow_run)),
+        ]
+    )
+
+
 def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
-    """Put a config together: the files one after the other, then the settings; what comes later counts."""
-    # Files are YAML 1.2, and so JSON; tables in tables are merged. Of settings, such as optimizer.lr=0.1, dots nest.
+    """Return the train loop's config: the files merged, then settings such as ``optimizer.lr=0.1``. Later values win.
+
+    Raises:
+        ConfigurationError: A file or a setting cannot be read, or the config is too large for a flow run.
+    """
     from prefect.utilities.collections import deep_merge
 
-    parts: list[tuple[str, Path | str, list[str]]] = [(f"config {file}", file, []) for file in files]
+    config: dict[str, Any] = {}
+    for file in files:
+        table = _parse_yaml(f"config {file}", file)
+        if not isinstance(table, dict | None):
+            raise ConfigurationError(f"config {file} must be a table of keys and values, got a {type(table).__name__}")
+        config = deep_merge(config, table or {})
     for setting in settings:
-        path, separator, value = setting.partition("=")
+        path, separator, text = setting.partition("=")
         keys = path.strip().split(".")
         if not separator or not all(keys):
             raise ConfigurationError(f"--set {setting}: expected key=value or key.key=value")
-        parts.append((f"--set {setting}", value, keys))
-    config: dict[str, Any] = {}
-    for source, text, keys in parts:
-        try:
-            # Not PyYAML, which reads YAML 1.1: 1e-3 is text there, and no and off are booleans. And Prefect keeps the
-            # config with the flow run as JSON, which also makes tables of their own of those that anchors share.
-            more = json.loads(json.dumps(YAML(typ="safe", pure=True).load(text), allow_nan=False))
-        except (OSError, TypeError, ValueError, YAMLError) as error:
-            raise ConfigurationError(
-                f"{source} is no YAML that JSON can hold (write dates and the like in quotes, as text): {error}"
-            ) from error
+        value = _parse_yaml(f"--set {setting}", text)
         for key in reversed(keys):
-            more = {key: more}
-        if not isinstance(more, dict | None):
-            raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
-        config = deep_merge(config, more or {})
-    if (size := len(to_json(config))) > 500_000:  # leaves room for the other parameters
+            value = {key: value}
+        config = deep_merge(config, value)
+    size = len(to_json(config))
+    if size > _MAX_CONFIG_BYTES:
         raise ConfigurationError(
             f"the config has {size:,} bytes, and Prefect keeps at most 512 KiB of parameters with a flow run: "
             "put large values into a file that the loop reads"
         )
     return config
+
+
+def _parse_yaml(source: str, content: Path | str) -> Any:
+    """Parse YAML 1.2 or JSON from a file or a text, and return it as JSON values.
+
+    Prefect keeps the config of a flow run as JSON. ``source`` names the input in errors.
+    """
+    try:
+        # PyYAML reads YAML 1.1, where 1e-3 is text, and no and off are booleans.
+        value = YAML(typ="safe", pure=True).load(content)
+        return json.loads(json.dumps(value, allow_nan=False))  # also copies tables that anchors share
+    except (OSError, TypeError, ValueError, YAMLError) as error:
+        raise ConfigurationError(
+            f"{source} cannot be read as YAML that JSON can represent (write dates in quotes): {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""``elastic-train runs``: what a storage holds, whether it is whole, and what of it may go."""
+"""``elastic-train runs``: list, check and clean up the runs of a storage."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ import typer
 
 from prefect_elastic_train.cli.common import (
     Json,
-    age,
-    clean,
-    console,
-    errors,
-    fail,
-    faults,
-    metrics_in_short,
-    open_briefly,
+    exit_on_error,
+    exit_with_error,
+    format_age,
+    format_faults,
+    open_for_command,
+    print_fields,
     print_json,
-    print_pairs,
+    print_lines,
     print_table,
+    short_metrics,
 )
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.report.accounts import counts_in_words
-from prefect_elastic_train.report.markdown import duration, size
-from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
+from prefect_elastic_train.report.formats import duration, format_counts, size
+from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, inspect_run, summarize, verify
 from prefect_elastic_train.runs.layout import commit_label
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
-from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
+from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported_results
 from prefect_elastic_train.storage.opening import Storage
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.runs.samples import SampleCheck
+    from prefect_elastic_train.runs.sample_check import SampleCheck
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _THREADS = 16
 
@@ -52,32 +50,33 @@ RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs. D
 
 @app.command("list")
 def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
-    """List the runs: where each stands, how far it has come, what it holds."""
-    with errors():
-        opened = open_briefly(storage)
-        found = _of_each(_summary, opened, opened.run_names())
+    """List the runs: state, progress and checkpoints of each."""
+    with exit_on_error():
+        opened = open_for_command(storage)
+        summaries = _read_runs(_summary, opened, opened.run_names())
         if as_json:
-            print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
-        elif found:
-            rows = [_columns(run) for run in found]
+            print_json({"storage": opened.uri, "runs": [summary.model_dump(mode="json") for summary in summaries]})
+        elif summaries:
+            rows = [_columns(summary) for summary in summaries]
             print_table(
                 [*rows[0]],
                 [[*row.values()] for row in rows],
                 ["attempts", "reports", "kept", "size", "last commit"],
             )
         else:
-            _say(f"no runs in {opened.uri}")
-        if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:
-            fail(f"{len(unreadable)} of {len(found)} runs cannot be read: {unreadable[0]}")
+            print_lines(f"no runs in {opened.uri}")
+        unreadable = [summary.detail for summary in summaries if summary.state is RunState.UNREADABLE]
+        if unreadable:
+            exit_with_error(f"{len(unreadable)} of {len(summaries)} runs cannot be read: {unreadable[0]}")
 
 
 @app.command("show")
 def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) -> None:
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
-    with errors():
-        opened = open_briefly(storage)
-        _chosen(opened, [run])
-        details = describe(RunDirectory(opened.run(run)))
+    with exit_on_error():
+        opened = open_for_command(storage)
+        _select_runs(opened, [run])
+        details = inspect_run(RunDirectory(opened.run(run)))
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{run} is a folder without a run of this package")
         if as_json:
@@ -94,38 +93,38 @@ def verify_runs(
     samples: Annotated[
         bool,
         typer.Option(
-            "--samples", help="Also check the indices of the samples that each step saw; of loops with a session."
+            "--samples", help="Also check the indices of the samples that each step used; for loops with a session."
         ),
     ] = False,
 ) -> None:
-    """Check checkpoints and records, and say what a resume would do. Writes nothing.
+    """Check checkpoints and records, and print what a resume would do. Writes nothing.
 
-    Exit code 1 if anything that a resume needs is damaged, or samples were left out or seen twice, or if that is not
-    known of a run that was named.
+    Exit code 1 if anything that a resume needs is damaged, or if samples were skipped or repeated. For runs that are
+    named, also if their samples are unknown.
     """
-    with errors():
-        opened = open_briefly(storage)
-        names = _chosen(opened, runs)
-        found = _of_each(verify, opened, names)
-        seen: dict[str, SampleCheck] = {}
+    with exit_on_error():
+        opened = open_for_command(storage)
+        names = _select_runs(opened, runs)
+        verifications = _read_runs(verify, opened, names)
+        checks: dict[str, SampleCheck] = {}
         if samples:
-            from prefect_elastic_train.runs.samples import check_samples  # which needs numpy
+            from prefect_elastic_train.runs.sample_check import check_samples  # imports numpy
 
-            seen = {check.name: check for check in _of_each(check_samples, opened, names)}
+            checks = {check.name: check for check in _read_runs(check_samples, opened, names)}
     if as_json:
-        ledgers = {name: {"samples": check.model_dump(mode="json")} for name, check in seen.items()}
-        each = [one.model_dump(mode="json") | ledgers.get(one.name, {}) for one in found]
+        fields = {name: {"samples": check.model_dump(mode="json")} for name, check in checks.items()}
+        each = [run.model_dump(mode="json") | fields.get(run.name, {}) for run in verifications]
         print_json({"storage": opened.uri, "runs": each})
-    elif not found:
-        _say(f"no runs in {opened.uri}")
+    elif not verifications:
+        print_lines(f"no runs in {opened.uri}")
     else:
-        for one in found:
-            _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
-            _say(*(f"    it would say: {repair}" for repair in one.repairs))
-            if one.name in seen:
-                _say(f"  {seen[one.name].words}")
-    inexact = [check for check in seen.values() if not check.exact and (runs or not check.unknown)]
-    if not all(one.whole for one in found) or inexact or any(check.wrong for check in seen.values()):
+        for run in verifications:
+            print_lines(f"{run.name}: {'whole' if run.whole else 'DAMAGED'}", f"  a resume {run.resume}")
+            print_lines(*(f"    repair: {repair}" for repair in run.repairs))
+            if run.name in checks:
+                print_lines(f"  {checks[run.name].message}")
+    inexact = [check for check in checks.values() if not check.exact and (runs or not check.unknown)]
+    if not all(run.whole for run in verifications) or inexact or any(check.wrong for check in checks.values()):
         raise typer.Exit(1)
 
 
@@ -134,69 +133,84 @@ def prune_runs(
     storage: StorageArgument,
     runs: RunArguments = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Also whole runs without any activity for so long.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Also delete whole runs that were inactive for longer.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
 ) -> None:
-    """Delete what no resume needs, of runs that nobody trains; with --older-than whole runs.
+    """Delete files that no resume needs, of runs that are not being trained; with --older-than also whole runs.
 
-    That is interrupted uploads, and checkpoints that were given up or are no longer kept. A run that lives, or of
-    which nothing tells whether it does, is left alone. What is deleted cannot be brought back.
+    These are interrupted uploads, and checkpoints that were dropped or are no longer kept. A run that a driver trains,
+    or may train, is skipped. Deleted files cannot be restored.
     """
-    with errors():
-        opened = open_briefly(storage)
+    with exit_on_error():
+        opened = open_for_command(storage)
         seconds = None if older_than is None else older_than * 86400
-        plans = _of_each(lambda run: plan_run(run, seconds), opened, _chosen(opened, runs))
-        wanted = [(plan.run, deletion) for plan in plans for deletion in plan.deletions]
-        if wanted:
-            rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
-            print_table(["run", "what", "size", "why"], rows, right=["size"])
-        _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
-        if not wanted:
-            _say(f"nothing to delete in {opened.uri}")
+        plans = _read_runs(lambda run: plan_run(run, seconds), opened, _select_runs(opened, runs))
+        rows = [
+            [plan.run, deletion.folder or "the whole run", size(deletion.size_bytes), deletion.reason]
+            for plan in plans
+            for deletion in plan.deletions
+        ]
+        if rows:
+            print_table(["run", "folder", "size", "reason"], rows, right=["size"])
+        print_lines(*(f"skipped: {plan.run}: {plan.skipped}" for plan in plans if plan.skipped))
+        if not rows:
+            print_lines(f"nothing to delete in {opened.uri}")
         elif not dry_run:
             if not yes:
                 typer.confirm("Delete this for good?", abort=True)
             for plan in plans:
                 try:
-                    for deletion in carry_out(opened.run(plan.run), plan):
-                        _say(f"deleted {plan.run} {deletion.folder}".rstrip())
+                    for deletion in delete_planned(opened.run(plan.run), plan):
+                        print_lines(f"deleted {plan.run} {deletion.folder}".rstrip())
                 except RunChangedError as error:
-                    _say(f"left alone: {plan.run}: {error}")
+                    print_lines(f"skipped: {plan.run}: {error}")
 
 
 def _columns(run: RunSummary) -> dict[str, str]:
+    """Return the row of a run for ``elastic-train runs list``: a text for each column heading."""
     return {
         "run": run.name,
-        "state": _state(run),
+        "state": _format_state(run),
         "attempts": str(run.attempts),
         "reports": str(run.reports),
-        "metrics": metrics_in_short(run.metrics),
+        "metrics": short_metrics(run.metrics),
         "kept": str(run.checkpoints),
         "size": size(run.size_bytes) if run.size_bytes else "",
-        "last commit": age(run.last_commit_at, time.time()),
+        "last commit": format_age(run.last_commit_at, time.time()),
         "flow run": run.flow_run_name,
     }
 
 
-def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
-    """Return the names of the runs that are meant, in the order given."""
-    known = storage.run_names()
-    for name in runs or []:
-        if name not in known:
+def _select_runs(storage: Storage, names: Sequence[str] | None) -> list[str]:
+    """Return the names of the requested runs without duplicates; without names, those of all runs in the storage.
+
+    Raises:
+        ConfigurationError: A requested run does not exist.
+    """
+    existing = storage.run_names()
+    for name in names or []:
+        if name not in existing:
             raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
-    return list(dict.fromkeys(runs or known))
+    return list(dict.fromkeys(names or existing))
 
 
-def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
-    """Look at runs, several at a time; leave out the folders that hold none."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-look") as pool:
-        found = pool.map(lambda name: look(RunDirectory(storage.run(name))), names)
-        return [one for one in found if one is not None]
+def _read_runs(read: Callable[[RunDirectory], Result | None], storage: Storage, names: Sequence[str]) -> list[Result]:
+    """Call ``read`` with the run directory of each run, in threads, and return the results in the order of the names.
+
+    The result None, of a folder that holds no run, is left out.
+    """
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-runs") as pool:
+        results = pool.map(lambda name: read(RunDirectory(storage.run(name))), names)
+        return [result for result in results if result is not None]
 
 
 def _summary(run: RunDirectory) -> RunSummary | None:
+    """Return the summary of a run; None if the folder holds no run.
+
+    A run that cannot be read gets a summary with the state UNREADABLE. A transient fault of the storage is raised.
+    """
     try:
         return summarize(run)
     except (AttemptFailedError, StorageFaultError) as error:
@@ -205,61 +219,70 @@ def _summary(run: RunDirectory) -> RunSummary | None:
         return RunSummary(name=run.name, uri=run.uri, state=RunState.UNREADABLE, detail=str(error))
 
 
-def _say(*lines: str) -> None:
-    for line in lines:
-        console().print(clean(line), markup=False)
-
-
 def _print_details(details: RunDetails) -> None:
-    summary, accounts, run, now = details.summary, details.accounts, details.run, time.time()
-    print_pairs(
+    summary = details.summary
+    accounts = details.accounts
+    record = details.run
+    now = time.time()
+    print_fields(
         [
             ("run", summary.name),
             ("where", summary.uri),
-            ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
-            ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
+            ("state", f"{_format_state(summary)} ({summary.detail})" if summary.detail else _format_state(summary)),
+            ("created", f"{format_age(record.created_at, now)} ago by {record.creator.describe()}" if record else ""),
             ("started from", details.started_from),
-            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run else ""),
+            ("train loop", f"{record.fingerprint.loop} ({record.fingerprint.framework})" if record else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
-            ("faults", f"{faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
-            ("may still fail", counts_in_words(accounts.left)),
+            ("faults", f"{format_faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
+            ("may still fail", format_counts(accounts.left)),
             ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
         ]
     )
     print_table(
         ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"],
-        _attempts(details, now),
+        _attempt_rows(details, now),
         right=["attempt", "begun", "lasted"],
     )
-    rows = []
-    snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
-    latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
-    which = {"latest": latest, "best": details.best_checkpoint}
-    for index, one in reported(snapshot) if snapshot else []:
-        name = one["checkpoint_dir_name"]
-        size_bytes = sum(manifest.get(name, {}).values())
-        marks = ", ".join(mark for mark, folder in which.items() if name == folder)
-        metrics = metrics_in_short(one["metrics"] or {}, 6)
-        rows.append([loop_name(name), str(index), metrics, size(size_bytes), marks])
-    print_table(["checkpoint", "report", "metrics", "size", ""], rows, right=["report", "size"])
+    print_table(["checkpoint", "report", "metrics", "size", ""], _checkpoint_rows(details), right=["report", "size"])
 
 
-def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
-    for one in details.attempts:
-        record, ended = one.record, one.ended
-        until = ended.at if ended else now if details.summary.state is RunState.TRAINING else None
-        notes = [*(record.repairs if record else []), (ended.verdict or ended.message) if ended else ""]
+def _checkpoint_rows(details: RunDetails) -> Iterator[list[str]]:
+    commit = details.commit
+    if commit is None:
+        return
+    latest = (latest_checkpoint(commit.snapshot) or {}).get("checkpoint_dir_name")
+    for index, result in reported_results(commit.snapshot):
+        folder = result["checkpoint_dir_name"]
+        marks = {"latest": folder == latest, "best": folder == details.best_checkpoint}
         yield [
-            str(one.number),
-            age(record.started_at if record else None, now),
-            age(record.started_at, until) if record and until else "",
-            one.outcome or ("no end" if record else "record torn"),
-            (commit_label(record.base) if record else "") or "the beginning",
-            record.owner.flow_run_name if record else "",
-            "; ".join(note.strip().partition("\n")[0] for note in notes if note),
+            loop_name(folder),
+            str(index),
+            short_metrics(result["metrics"] or {}, 6),
+            size(sum(commit.manifest.get(folder, {}).values())),
+            ", ".join(mark for mark, is_set in marks.items() if is_set),
         ]
 
 
-def _state(summary: RunSummary) -> str:
-    words = summary.state.value.replace("_", " ")
-    return f"{words}: {summary.outcome}" if summary.state is RunState.FAILED else words
+def _attempt_rows(details: RunDetails, now: float) -> Iterator[list[str]]:
+    for attempt in details.attempts:
+        record = attempt.record
+        ended = attempt.ended
+        until = now if details.summary.state is RunState.TRAINING else None
+        notes = [*record.repairs] if record else []
+        if ended:
+            until = ended.at
+            notes.append(attempt.end_message)
+        yield [
+            str(attempt.number),
+            format_age(record.started_at if record else None, now),
+            format_age(record.started_at, until) if record and until else "",
+            attempt.outcome or ("no end" if record else "record torn"),
+            (commit_label(record.base) if record else "") or "the beginning",
+            record.owner.flow_run_name if record else "",
+            "; ".join(filter(None, notes)),
+        ]
+
+
+def _format_state(summary: RunSummary) -> str:
+    state = summary.state.value.replace("_", " ")
+    return f"{state}: {summary.outcome}" if summary.state is RunState.FAILED else state

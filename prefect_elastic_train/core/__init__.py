@@ -1,1 +1,1 @@
-"""Values that are said between processes: settings, requests, events, records, outcomes."""
+"""Values without I/O for all processes: settings, requests, events, records, outcomes."""

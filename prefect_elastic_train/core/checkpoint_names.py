@@ -1,18 +1,33 @@
-"""The two names of a checkpoint: the loop's own, which people see, and its folder's, which is never used twice.
+"""The two names of a checkpoint: the loop's name, which users see, and its folder's name, which is never used twice.
 
-A folder carries attempt, worker group and report, too, so no two reports write into one, whoever is late.
+A folder's name also has attempt, worker group and report, so no two reports write into the same folder.
+
+Belongs to all processes.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _MAX_COMPONENT = 255  # bytes
 _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
 
 
+class CheckpointAge(NamedTuple):
+    """The attempt, worker group and report that wrote a checkpoint. A later checkpoint of a run compares as greater."""
+
+    attempt: int
+    group: int
+    report: int
+
+
 def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
-    """Return a checkpoint's folder, ``epoch-3.a0002.g01.r0004``, cut to fit a disk; attempt 0 is before the first."""
+    """Return the name of a checkpoint's folder, such as ``epoch-3.a0002.g01.r0004``.
+
+    It has the loop's name of the checkpoint, the attempt, the worker group and the report. Attempt 0 marks a copy from
+    another run. The loop's name is shortened where the folder's name would be too long for a file system.
+    """
     suffix = f".a{attempt:04d}.g{group:02d}.r{report:04d}"
     parent, slash, last = name.rpartition("/")
     fitting = last.encode()[: _MAX_COMPONENT - len(suffix)].decode(errors="ignore")
@@ -20,17 +35,27 @@ def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> s
 
 
 def loop_name(folder: str) -> str:
-    """Return the loop's own name of a checkpoint; the folder itself, if it is none that :func:`physical_name` made."""
+    """Return the loop's name of the checkpoint in a folder, from the folder's name.
+
+    Return the folder's name if :func:`physical_name` did not make it.
+    """
     match = _PHYSICAL.match(folder)
     return match[1] if match else folder
 
 
-def age_of(folder: str) -> tuple[int, int, int]:
-    """Return attempt, worker group and report of a checkpoint's folder: the newest is highest, any other lowest."""
+def age_of(folder: str) -> CheckpointAge:
+    """Return attempt, worker group and report of the checkpoint in a folder, from the folder's name.
+
+    Return -1 for each if :func:`physical_name` did not make the name, so that the checkpoint compares as the lowest.
+    """
     match = _PHYSICAL.match(folder)
-    return (int(match[2]), int(match[3]), int(match[4])) if match else (-1, -1, -1)
+    return CheckpointAge(int(match[2]), int(match[3]), int(match[4])) if match else CheckpointAge(-1, -1, -1)
 
 
 def written_by(folder: str) -> int | None:
-    """Return the attempt that wrote a checkpoint's folder, or None for one that :func:`physical_name` did not make."""
-    return attempt if (attempt := age_of(folder)[0]) >= 0 else None
+    """Return the number of the attempt that wrote the checkpoint in a folder, from the folder's name.
+
+    Return None for a name that :func:`physical_name` did not make.
+    """
+    match = _PHYSICAL.match(folder)
+    return int(match[2]) if match else None

@@ -1,4 +1,7 @@
-"""What a driver tells its supervisor, in tagged lines of its output, and what the run's history consists of."""
+"""Events of a run: a driver sends them to its supervisor in tagged lines of its output, and keeps them as the history.
+
+Belongs to all processes.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
-from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, size_of
 from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, size_of, truncate
 
 logger = logging.getLogger(__name__)
 
-#: Begins a line of the driver's output that is an event.
+#: Marks a line of the driver's output as an event.
 EVENT_TAG = "@elastic-train-event "
 
-#: Seconds between two `ControllerAlive` of a living controller, or of the driver where it stands in for it.
+#: Seconds between two `ControllerAlive`, which the controller sends, or the driver while there is no controller.
 ALIVE_SECONDS = 2.0
 
 
@@ -29,26 +32,26 @@ def _snake(event_type: type) -> str:
 
 
 class Event(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"):
-    """Something that happened in an attempt."""
+    """Base class of the events of a run. Times are in seconds since the epoch."""
 
-    #: Number of the event within its attempt, 0 until the driver has numbered it.
+    #: Number of the event within its attempt; 0 until the driver assigns it.
     sequence: int = 0
     at: float = Field(default_factory=time.time)
     attempt: int = 0
-    #: Optimizer steps that the worker group's session had done when the controller polled it last; 0: none, or unknown.
+    #: Optimizer steps of the worker group's session at the controller's last poll; 0: none, or unknown.
     step: int = 0
-    #: Whether the event may be dropped when a channel is full.
+    #: True for events that are dropped when a channel is full.
     droppable: ClassVar[bool] = False
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def kind(self) -> str:
-        """What the event is, in JSON: the name of its class as ``checkpoint_committed``."""
+        """Type of the event in JSON: the name of its class in lower case, such as ``checkpoint_committed``."""
         return _snake(type(self))
 
 
 class ClusterWanted(Event):
-    """The run is not finished, so the driver needs its local cluster."""
+    """The run is not finished, so the driver needs its local cluster to be started."""
 
 
 class ClusterConnected(Event):
@@ -60,34 +63,36 @@ class ClusterConnected(Event):
 
 
 class AttemptStarted(Event):
-    """The attempt holds the fence; training starts from ``checkpoint`` (empty: from the beginning)."""
+    """The attempt holds the fence; training starts from ``checkpoint`` (empty: from scratch)."""
 
     run_name: str
     run_uri: str
     checkpoint: str = ""
     notes: list[str] = Field(default_factory=list)
-    #: When the checkpoint was committed, and when the driver's process began, in seconds since the epoch; 0: unknown.
+    #: Time of the checkpoint's commit; 0: unknown.
     checkpoint_at: float = 0.0
+    #: Start of the driver's process; 0: unknown.
     driver_started_at: float = 0.0
-    #: Which one it is of the flow run's attempts since the last end that no automatic restart followed; 0: unknown.
+    #: Number of the attempt among those of the flow run since the last end without an automatic restart; 0: unknown.
     counted: int = 0
-    #: What is left of each budget, by its name in words; those without a bound are left out.
+    #: Remaining failures of each limited budget, such as ``{"worker failure": 3}``.
     left: dict[str, int] = Field(default_factory=dict)
+    #: Outcome and message of the attempt before; empty: unknown.
     previous_end: str = ""
     #: The checkpoint of another run that the run started from; empty for none.
     started_from: str = ""
-    #: What was reported with that one, if the attempt starts from its copy.
+    #: Metrics that were reported with that checkpoint, if the attempt starts from its copy.
     inherited: dict[str, Any] = Field(default_factory=dict)
 
 
 class StateChanged(Event):
-    """Ray Train's controller went into another state, such as ``SCHEDULING`` or ``RUNNING``."""
+    """Ray Train's controller entered another of its states, such as ``SCHEDULING`` or ``RUNNING``."""
 
     state: str
 
 
 class WaitingForCapacity(Event):
-    """The cluster cannot hold ``min_workers`` now: what is missing, and since when (seconds since the epoch)."""
+    """The cluster has no room for ``min_workers`` workers, since ``since``."""
 
     possible_workers: int
     min_workers: int
@@ -97,9 +102,10 @@ class WaitingForCapacity(Event):
 
 
 class WorkerGroupStarted(Event):
-    """A worker group trains. ``ranks`` maps a worker's process id to its rank, for log lines.
+    """A worker group starts the loop.
 
-    ``parts`` are the seconds since the controller began, or decided to restart, by what was done in them, in order.
+    ``ranks`` maps ``<node address>:<process id>`` of a worker to its rank. ``parts`` has the seconds of each phase of
+    the worker group's start, in order, from the start of the controller or its decision to restart the workers.
     """
 
     world_size: int
@@ -109,13 +115,13 @@ class WorkerGroupStarted(Event):
 
 
 class FirstStep(Event):
-    """The first step of a worker group's session began on all ranks. ``step`` counts the steps done before it."""
+    """The first step of a worker group's session began on all ranks; ``step`` counts the steps before it."""
 
     world_size: int = 0
 
 
 class LoopWarned(Event):
-    """The loop began again although a checkpoint is there, has never saved one, or has ranks that wait for others."""
+    """The loop ignored the checkpoint that it was offered, never saved one, or has ranks that wait for others."""
 
     problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait"]
     message: str
@@ -123,53 +129,49 @@ class LoopWarned(Event):
 
 
 class SavesPlanned(Event):
-    """How often the loop saves, if that has changed, and why; in words."""
+    """The interval between checkpoints changed; ``plan`` has the interval and its reason as text."""
 
-    words: str
+    plan: str
 
 
 class StandbysParked(Event):
-    """So many standby workers are warm, of one beside each worker, and what one takes of the memory."""
+    """``parked`` of ``wanted`` standby workers are ready, one for each worker; ``size_bytes`` is the memory of one."""
 
     parked: int
     wanted: int
     size_bytes: int
 
-    @property
-    def words(self) -> str:
-        """How many there are, and what they take or why there are no more."""
-        each = f", {self.size_bytes / 2**20:.0f} MiB each" if self.parked else ""
-        lacking = "; there is no memory for more" if self.parked < self.wanted else ""
-        return f"{self.parked} of {self.wanted} standby workers are ready{each}{lacking}"
-
 
 class WorkerGroupResized(Event):
-    """A healthy group goes down for another size, right after a ``"commit"`` or, as none came, by ``"patience"``."""
+    """A healthy group is stopped to change its size: after a ``"commit"``, or by ``"patience"`` if there was none."""
 
     old_size: int
     new_size: int
     reason: str = ""
-    #: Seconds from the decision until it was carried out.
+    #: Seconds between decision and stop.
     waited_seconds: float = 0.0
-    #: Reports since the last checkpoint, which are done again.
+    #: Reports since the last checkpoint, which are repeated.
     reports_lost: int = 0
 
 
 class GroupFailed(Event):
-    """Each different traceback by the first rank that has it; ``also`` has the others with the same."""
+    """Ranks of a worker group failed.
+
+    ``errors`` has each different error by its lowest rank; ``also`` has the other ranks with that error.
+    """
 
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
     gives_up: str = "the budget is used up"
-    #: Reports since the last checkpoint, which are done again.
+    #: Reports since the last checkpoint, which are repeated.
     reports_lost: int = 0
-    #: How many more of the kind may follow before one of them is made up for; None for any number.
+    #: Further failures of this kind that the budget allows; None: not limited.
     left: int | None = None
 
 
 class WorkerFailed(GroupFailed):
-    """Ranks of the worker group failed."""
+    """Ranks of the worker group failed by an error or died."""
 
 
 class WorkersPreempted(GroupFailed):
@@ -177,7 +179,7 @@ class WorkersPreempted(GroupFailed):
 
 
 class Report(Event):
-    """All ranks reported."""
+    """All ranks of the worker group called ``ray.train.report``."""
 
     #: Number of the report within the attempt, counted by the driver.
     index: int = 0
@@ -186,20 +188,20 @@ class Report(Event):
 
 
 class Reported(Report):
-    """All ranks reported, without a checkpoint."""
+    """All ranks of the worker group called ``ray.train.report``, without a checkpoint."""
 
     droppable: ClassVar[bool] = True
 
 
 class CheckpointCommitted(Report):
-    """All ranks reported with a checkpoint, and it is durable: a restart will not fall behind it."""
+    """All ranks reported with a checkpoint, and it is durable: restarts continue from it or from a later one."""
 
     checkpoint: str
     size_bytes: int
 
 
 class StorageWaited(Event):
-    """The storage did not answer ``who`` for a while, and does again: the controller, or the slowest of the ranks."""
+    """The controller or the slowest rank (``who``) waited for the storage, which answers again."""
 
     who: str
     seconds: float
@@ -208,20 +210,20 @@ class StorageWaited(Event):
 
 
 class CheckpointStalled(Event):
-    """The loop stood still while checkpoints were written: for so long on the slowest rank since this was last told."""
+    """Seconds that checkpoints blocked the loop on the slowest rank, since the previous event of this kind."""
 
     seconds: float
 
 
 class RunRecalled(Event):
-    """Summary of the history so far, for a supervisor that has not seen it, and for the next driver."""
+    """Summary of a run's history up to this event, for the next driver and for a supervisor without it."""
 
     #: A :class:`prefect_elastic_train.report.run_report.RunReport` as JSON.
     report: dict[str, Any]
 
 
 class ControllerAlive(Event):
-    """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
+    """Heartbeat of the controller or, without one, of the driver: its activity, and the seconds since that began."""
 
     droppable: ClassVar[bool] = True
     doing: str
@@ -229,13 +231,13 @@ class ControllerAlive(Event):
 
 
 class AttemptEnded(Event):
-    """The last word of an attempt."""
+    """The final event of an attempt."""
 
     outcome: Outcome
-    message: Annotated[str, AfterValidator(partial(cut, most=MAX_MESSAGE_BYTES))] = ""
-    #: Begun by an earlier attempt and finished then; this driver had nothing to do.
+    message: Annotated[str, AfterValidator(partial(truncate, limit=MAX_MESSAGE_BYTES))] = ""
+    #: An earlier attempt had finished the run, so this driver had nothing to do.
     already_finished: bool = False
-    #: What may be wrong with a result of an earlier attempt, such as values that cannot be compared; empty for nothing.
+    #: Doubt about the result of an earlier attempt, such as values that cannot be compared; empty for none.
     warning: str = ""
     final: bool = False
     result: dict[str, Any] | None = None
@@ -249,34 +251,47 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
-#: What comes in the course of a training, and is no news.
-STEADY = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported, SavesPlanned, StandbysParked)
+#: Events of training without incidents.
+ROUTINE = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported, SavesPlanned, StandbysParked)
 
 
 class EventHandler:
-    """Hands each event to its method ``on_<kind>``, or that of a base class, as ``on_report``, or none."""
+    """Calls a method ``on_<kind>`` for each event, or that of its base class, such as ``on_report``, if there is one.
+
+    A method with the name of no kind is an error when its class is defined.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        bases = {base for kind in KINDS.values() for base in kind.__mro__ if issubclass(base, Event)}
+        methods = {f"on_{_snake(base)}" for base in bases}
+        if unknown := [name for name in vars(cls) if name.startswith("on_") and name not in methods]:
+            raise TypeError(f"{cls.__name__} handles kinds of events that do not exist: {', '.join(unknown)}")
 
     def handle(self, event: Event) -> Any:
-        """Return what the method for this kind of event returns, None if there is none."""
+        """Call the method for this kind of event and return its result; None if there is no such method."""
         methods = (getattr(self, f"on_{_snake(kind)}", None) for kind in type(event).__mro__)
         method = next(filter(None, methods), None)
         return None if method is None else method(event)
 
 
 def encode_event(event: Event) -> str:
-    """An event as one line of JSON without its tag, of at most :data:`bounds.MAX_EVENT_BYTES`."""
+    """Return an event as one line of JSON, without :data:`EVENT_TAG`, of at most :data:`size_limits.MAX_EVENT_BYTES`.
+
+    If the event is larger, its large fields are left empty.
+    """
     text = as_json(event)
     size = len(text.encode())
     if size <= MAX_EVENT_BYTES:
         return text
-    # What may be large is bounded where it comes from; this is for what nobody has thought of.
+    # Fields that may be large are bounded at their source; this is the last resort.
     logger.warning("an event of kind %s has %d bytes: its large fields are left empty", event.kind, size)
     empty = {name: type(value)() for name, value in event if size_of(value) > MAX_EVENT_BYTES // 50}
     return as_json(event.model_copy(update=empty))
 
 
 def decode_event(text: str | bytes) -> Event | None:
-    """Read an event, or None if it is none that this version knows."""
+    """Return the event in a line of JSON; None for a text that is not an event of this version."""
     try:
         fields = json.loads(text)
         return KINDS[fields["kind"]].model_validate(fields)

@@ -1,4 +1,4 @@
-"""How an attempt may have ended, and whether another one can heal that."""
+"""Outcomes of an attempt, and the exceptions of this package. Belongs to all processes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ if TYPE_CHECKING:
 
 
 class Outcome(str, enum.Enum):
-    """How a driver attempt, and with it perhaps the training, ended.
+    """Outcome of an attempt, which may also be the outcome of the training.
 
-    ``superseded``: another process of the same flow run has taken the run over, and speaks for it from then on.
+    ``superseded``: another process of the same flow run has taken over the run and reports its end.
     """
 
     COMPLETED = "completed"
+    """The loop returned on all ranks."""
     USER_ERROR = "user_error"
+    """The loop raised on all failed ranks, beyond ``max_failures``, or the datasets could not be made."""
     DRIVER_LOST = "driver_lost"
+    """The driver or Ray Train's controller died, failed, or sent no heartbeat."""
     CLUSTER_LOST = "cluster_lost"
+    """The cluster died or does not answer, or workers died more often than the budgets allow."""
     STORAGE_ERROR = "storage_error"
+    """The storage refuses: credentials, permissions, no space, no bucket, read-only."""
     NO_PROGRESS = "no_progress"
+    """``max_attempts_without_progress`` attempts in a row committed no checkpoint."""
     CANCELLED = "cancelled"
+    """The flow run was cancelled, or the flow process was stopped."""
     TIMED_OUT = "timed_out"
+    """``timeout_seconds`` or ``capacity_timeout_seconds`` passed."""
     INVALID = "invalid"
+    """The configuration, or a run that belongs to another flow run."""
     SUPERSEDED = "superseded"
+    """Another process of the same flow run has taken over the run and reports its state."""
 
     @property
     def retryable(self) -> bool:
-        """Whether a new driver on the same run may succeed where this attempt did not."""
+        """True for an outcome after which another attempt of the run may succeed: its driver or cluster was lost."""
         return self in (Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
 
 
@@ -39,16 +49,16 @@ class ElasticTrainError(Exception):
 
 
 class ConfigurationError(ElasticTrainError, ValueError):
-    """The training cannot start as it is configured. Nothing has been started."""
+    """The training is configured in a way that cannot work. Nothing has been started."""
 
 
 class AttemptFailedError(ElasticTrainError):
     """A driver attempt ended without a result.
 
     Attributes:
-        outcome: How it ended; :attr:`Outcome.retryable` tells whether Prefect will start another attempt.
-        attempt: Number of the attempt in the run directory, 0 if none was begun.
-        final: A budget is used up, so that nothing follows whatever the outcome.
+        outcome: Outcome of the attempt; Prefect starts another attempt if it is :attr:`Outcome.retryable`.
+        attempt: Number of the attempt in the run directory, 0 if it did not get one.
+        final: A budget is exhausted, so no attempt follows, whatever the outcome.
     """
 
     def __init__(self, message: str, *, outcome: Outcome, attempt: int = 0, final: bool = False) -> None:
@@ -59,7 +69,7 @@ class AttemptFailedError(ElasticTrainError):
 
     @property
     def retryable(self) -> bool:
-        """Whether another attempt may follow."""
+        """True if another attempt may follow: the outcome is retryable, and no budget is exhausted."""
         return self.outcome.retryable and not self.final
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,16 +77,15 @@ class AttemptFailedError(ElasticTrainError):
 
 
 class TrainingTimeoutError(AttemptFailedError, TimeoutError):
-    """The training took longer than it may. Prefect gives a task or flow that raises it the state TimedOut."""
+    """The training exceeded its time limit. Prefect gives a task or flow that raises it the state TimedOut."""
 
 
 class StorageFaultError(ElasticTrainError, OSError):
-    """The storage does not do what is asked of it.
+    """An operation of the storage failed.
 
     Attributes:
-        kind: What is wrong, in a word or two, such as ``"credentials"`` or ``"no space"``.
-        permanent: It stays wrong until a person mends it. A passing one was repeated for as long as the storage
-            block's ``retry_seconds`` say.
+        kind: Short name of the fault, such as ``"credentials"`` or ``"no space"``.
+        permanent: A person must fix it. A transient fault was retried for the storage block's ``retry_seconds``.
     """
 
     def __init__(self, message: str, *, kind: str, permanent: bool) -> None:
@@ -89,11 +98,14 @@ class StorageFaultError(ElasticTrainError, OSError):
 
 
 class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
-    """The run is there and the checkpoint is not, or no longer: runs keep as many as their policy says."""
+    """The run exists and the checkpoint does not: it was never written, or the checkpoint policy deleted it."""
 
 
 def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's ``retry_condition_fn``, which must be a plain function: retry what a new driver can heal, no more."""
+    """Return True if Prefect shall retry the task of a training that failed: a new driver may succeed.
+
+    Prefect calls it as ``retry_condition_fn``, which must be a plain function.
+    """
     data = getattr(state, "data", None)
     error = getattr(data, "result", data)
     return isinstance(error, AttemptFailedError) and error.retryable

@@ -1,4 +1,4 @@
-"""What a run directory's small objects contain, as typed values."""
+"""Contents of a run directory's small objects, as typed values. Belongs to all processes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.size_limits import as_json
 
-SCHEMA_VERSION = 2  # what this version of the package writes; what an older one has written is refused
+SCHEMA_VERSION = 2  # that this version of the package writes; older ones are refused
 
 Record = TypeVar("Record", bound="_Record")
 
 
-# Another version of this package may have written more fields than we know.
+# Another version of this package may have written more fields.
 class _Record(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"):
     schema_version: int = SCHEMA_VERSION
 
 
 class Owner(_Record):
-    """The flow run that an attempt works for, and the driver process that does it."""
+    """The flow run that an attempt belongs to, and its driver process."""
 
     flow_run_id: str
     flow_name: str = ""
@@ -31,63 +31,81 @@ class Owner(_Record):
     deployment_name: str = ""
     host: str = ""
     pid: int = 0
-    #: As :func:`runs.liveness.process_start` says, by which a process is told from a later one of the same id.
+    #: From :func:`runs.heartbeat.process_start`, to distinguish the process from a later one with the same id.
     process_started_at: float = 0.0
-    #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
+    #: Id of the call of ``elastic_train`` that started the driver; a resumed flow run has a new one.
     supervisor: str = ""
-    #: Number of the flow run's execution, as Prefect counts them from 1; 0: not known.
+    #: Number of the flow run's execution, counted by Prefect from 1; 0: unknown.
     execution: int = 0
-    job: str = ""  # submission id of the Ray job that the driver is; empty for a process of the flow's own machine
+    job: str = ""  # submission id of the driver's Ray job; empty for a process on the flow's machine
 
     @property
     def is_flow_run(self) -> bool:
-        """Whether there is such a flow run; outside of flows the id stands for the call of ``elastic_train``."""
+        """True if the owner is a flow run.
+
+        Outside of flows, ``flow_run_id`` is the id of the call of ``elastic_train``.
+        """
         return bool(self.flow_run_name)
 
     def describe(self) -> str:
-        """The flow run in words, for an error message."""
+        """Return name, flow and id of the owner's flow run as text for an error message."""
         name = f"flow run {self.flow_run_name!r}" if self.is_flow_run else "a training outside of a flow"
         of_flow = f" of flow {self.flow_name!r}" if self.flow_name else ""
         return f"{name}{of_flow} (id {self.flow_run_id})"
 
 
 class Fingerprint(_Record):
-    """What tells one training from another; of the configuration a digest of each value."""
+    """Identity of a training: its loop, its framework, and a digest of each value of its configuration."""
 
     loop: str
-    #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
-    #: loops of the same name apart: one that is moved is the same.
+    #: Import path of the loop, ``<module or file>:<function>``; empty if it was pickled by value. It only
+    #: distinguishes loops of the same name: a loop that was moved is the same.
     path: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
-    #: By key of the configuration, the types in its value that have no stable value and are digested by name only.
+    #: Types in values of the configuration that have no stable digest and are compared by name only, by key.
     opaque: dict[str, str] = Field(default_factory=dict)
 
     def may_be_loop_of(self, other: Fingerprint) -> bool:
-        """Return whether the loop may be that of ``other``, as far as names and places tell."""
+        """Return True if the train loops of this fingerprint and of ``other`` may be the same.
+
+        Their names and frameworks must be equal. Their import paths must be equal if both are known.
+        """
         paths = {path for path in (self.path, other.path) if path}
         return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return in words what differs in ``other``; empty if nothing does."""
-        named = {"train loop": (self.loop, other.loop), "framework": (self.framework, other.framework)}
-        found = [f"{what} {before!r} became {after!r}" for what, (before, after) in named.items() if before != after]
+        """Return the changes of loop, framework and configuration from this fingerprint to ``other``, each as text.
+
+        The list is empty for the same training.
+        """
+        changes = []
+        if self.loop != other.loop:
+            changes.append(f"train loop {self.loop!r} became {other.loop!r}")
+        if self.framework != other.framework:
+            changes.append(f"framework {self.framework!r} became {other.framework!r}")
         for key in sorted(self.config.keys() | other.config.keys()):
-            before, after = self.config.get(key), other.config.get(key)
-            change = "was added" if before is None else "was removed" if after is None else "changed"
-            found += [f"train_loop_config[{key!r}] {change}"] if before != after else []
-        return found
+            if key not in self.config:
+                changes.append(f"train_loop_config[{key!r}] was added")
+            elif key not in other.config:
+                changes.append(f"train_loop_config[{key!r}] was removed")
+            elif self.config[key] != other.config[key]:
+                changes.append(f"train_loop_config[{key!r}] changed")
+        return changes
 
     def uncompared(self, other: Fingerprint) -> str:
-        """Return a warning naming the values that cannot be compared with those of ``other``; empty without any."""
+        """Return a warning about values of the configuration that have no stable digest; empty if there are none.
+
+        Such a value cannot be compared with that of the same name in the fingerprint ``other``.
+        """
         opaque = sorted((self.opaque | other.opaque).items())
-        named = [f"train_loop_config[{key!r}] ({types})" for key, types in opaque if key in other.config]
-        advice = "cannot be compared with what the run was trained with; if they changed, give another run_name"
-        return f"{', '.join(named)} {advice}" if named else ""
+        keys = [f"train_loop_config[{key!r}] ({types})" for key, types in opaque if key in other.config]
+        advice = "cannot be compared with those that the run was trained with; if they changed, use another run_name"
+        return f"{', '.join(keys)} {advice}" if keys else ""
 
 
 class RunRecord(_Record):
-    """``run.json``: what the run is and who created it."""
+    """``run.json``: identity of the run and its creator."""
 
     name: str
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
@@ -95,67 +113,67 @@ class RunRecord(_Record):
     creator: Owner
     fingerprint: Fingerprint
     resume_from: str = ""
-    #: What ``resume_from`` came to, as ``<run>@<checkpoint folder>``: empty for nothing; None if it was not looked for.
+    #: The checkpoint that ``resume_from`` selected, as ``<run>@<folder>``; empty: there was none; None: not searched.
     source: str | None = None
-    #: Which training of its flow run it is, the same in each night's flow run; see :func:`runs.identity.training_part`.
+    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_part`.
     part: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
 
 
 class CompletedRuns(_Record):
-    """``<storage>/.elastic_train/completed/…``: runs of one training of a deployment that completed, newest first."""
+    """``<storage>/.elastic_train/completed/…``: the completed runs of a training in a deployment, newest first."""
 
     runs: list[RunRecord] = Field(default_factory=list)
 
 
 class AttemptRecord(_Record):
-    """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
+    """``attempts/<n>.json``: the start of an attempt. The existence of this object fences off all earlier attempts."""
 
     attempt: int
     run_id: str = ""
     owner: Owner
-    #: What it trained with, which a resumed run may have changed since it was created.
+    #: Fingerprint of this attempt, which may differ from the run's after a resume.
     fingerprint: Fingerprint | None = None
     started_at: float = Field(default_factory=time.time)
-    confirmed: bool = True  # whether its base was the newest commit at a second look, too; until then it binds nobody
-    #: Attempt and sequence of the commit that it starts from; None for the beginning.
+    confirmed: bool = True  # ``base`` was still the newest commit at a second read; until then it is ignored
+    #: Attempt and sequence of the commit that it starts from; None: from scratch.
     base: tuple[int, int] | None = None
     dropped: list[str] = Field(default_factory=list)
     repairs: list[str] = Field(default_factory=list)
     versions: dict[str, str] = Field(default_factory=dict)
-    #: The metric by which it ranks checkpoints, the best last in its commits; empty for the newest.
+    #: The metric that ranks its checkpoints, best last in its commits; empty: by age.
     score_attribute: str = ""
 
 
 class EndedRecord(_Record):
-    """``ended/<n>.json``: how an attempt ended."""
+    """``ended/<n>.json``: the outcome, message and result of an attempt that has ended."""
 
     attempt: int
     outcome: str
     at: float = Field(default_factory=time.time)
     message: str = ""
     result: dict[str, Any] | None = None
-    #: Which budget was used up after it, in words: no automatic restart follows, and a person's retry has fresh ones.
+    #: The budget that it exhausted, as text. Then no automatic restart follows, and a manual retry has new budgets.
     verdict: str = ""
 
 
 class CommitRecord(_Record):
-    """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints.
+    """``commits/<attempt>-<sequence>.json``: a commit, with Ray Train's snapshot and the files of its checkpoints.
 
-    The snapshot of an incremental commit has only ``added``: a snapshot of the checkpoints after an earlier full commit
-    of the same attempt, whose sequence is ``since``.
+    The snapshot of an incremental commit has only ``added``: the snapshot of the checkpoints since the full commit of
+    the same attempt with sequence ``since``.
     """
 
     attempt: int
     sequence: int
     at: float = Field(default_factory=time.time)
-    trained: float = 0.0  # for how many seconds the worker groups of the attempt have trained by then
+    trained: float = 0.0  # seconds that the worker groups of the attempt had trained
     snapshot: dict[str, Any]
-    manifest: dict[str, dict[str, int]]  # for each checkpoint, path and size in bytes of its files
+    manifest: dict[str, dict[str, int]]  # by checkpoint folder: path and size in bytes of each file
 
 
 class Heartbeat(_Record):
-    """``heartbeat.json``: a counter that moves while the attempt lives. Its times are for people only."""
+    """``heartbeat.json``: a counter that the driver of an attempt increases, and the time of the last increase."""
 
     attempt: int
     beat: int
@@ -164,12 +182,16 @@ class Heartbeat(_Record):
 
 
 def encode(record: _Record) -> bytes:
-    """A record as the bytes of its object."""
+    """Return a record as the bytes of its object in the run directory."""
     return as_json(record, indent=1).encode()
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:
-    """Read a record; None if there is none or if it is torn. One of an older version is refused."""
+    """Return the record of a type that an object's bytes hold; None if there are no bytes or if they are torn.
+
+    Raises:
+        AttemptFailedError: An older version of this package wrote the record; outcome ``invalid``.
+    """
     if data is None:
         return None
     try:
@@ -179,7 +201,7 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
     if record.schema_version < SCHEMA_VERSION:
         raise AttemptFailedError(
             f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this "
-            f"one reads {SCHEMA_VERSION}); go on with that version, or give another run_name",
+            f"one reads {SCHEMA_VERSION}); continue with that version, or use another run_name",
             outcome=Outcome.INVALID,
         )
     return record

@@ -1,4 +1,4 @@
-"""The score of a checkpoint, by which the best one is chosen wherever that is done."""
+"""The score of a checkpoint, which ranks checkpoints everywhere. Belongs to all processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _MAX_SCORE = 1e300  # larger numbers do not count as a score: Ray Train could no
 
 
 def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
-    """Return the score that was reported under a name, ``a/b`` for ``b`` in the mapping ``a``.
+    """Return the score in the metrics of a checkpoint: the metric ``attribute``; ``a/b`` is ``b`` in the mapping ``a``.
 
-    Return None if there is none, or if it is not a finite number: Ray Train's file cannot hold NaN or infinity.
+    Return None if there is no such metric, or if it is no finite number: Ray Train's snapshot cannot hold NaN or
+    infinity.
     """
     value: Any = metrics.get(attribute)
     outer, _, inner = attribute.partition("/")
@@ -22,7 +23,10 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
     return float(value) if is_number and -_MAX_SCORE < value < _MAX_SCORE else None
 
 
-def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
-    """Return the key by which checkpoints are compared, highest for the best and lowest without a score."""
+def score_key(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
+    """Return a sort key for a checkpoint from its metrics: the highest for the best score, the lowest without a score.
+
+    ``attribute`` names the metric; ``order`` is ``"max"`` if a higher one is better, else ``"min"``.
+    """
     score = score_of(metrics, attribute)
     return score is not None, (score or 0.0) * (1 if order == "max" else -1)

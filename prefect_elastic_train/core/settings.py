@@ -1,10 +1,13 @@
-"""What a training asks for, as plain validated values: the fields of the blocks, for a driver without Prefect."""
+"""Settings of a training as plain validated values: the fields of the blocks, for a driver without Prefect.
+
+Belongs to all processes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,20 +23,21 @@ from pydantic import (
     model_validator,
 )
 
-Settings = TypeVar("Settings", bound=BaseModel)
-
-#: From the scheme, or from ``user:`` without one, to the last ``@`` of the word: passwords may hold ``/``, ``@`` and
-#: quotes, as AWS's secret keys do, so that nothing tells an ``@`` of the path apart. Rather too much than too little.
+#: From the scheme, or from ``user:`` without one, to the last ``@`` of the word. Passwords may contain ``/``, ``@`` and
+#: quotes, as AWS's secret keys do, so an ``@`` of the path cannot be recognized and is masked with them.
 _CREDENTIALS = re.compile(r"(?:(?<=://)|(?<=:/)(?!/)|(?<![^\s\"'])[^\s\"':/@]+:(?!/))\S*@")
 
 
 def without_credentials(text: str) -> str:
-    """Return a text, such as an error or a URL, with asterisks for what may be a user and a password in its URLs."""
+    """Return a text, such as an error or a URL, in which asterisks replace users and passwords of URLs."""
     return _CREDENTIALS.sub("***@", text)
 
 
 def _unwrap_ui_json(value: Any) -> Any:
-    """Return the dict that Prefect's V2 UI sends as ``{"__prefect_kind": "json", "value": "<text>"}``."""
+    """Return the value of a dict field, parsed if Prefect's UI sent it as JSON text.
+
+    The UI sends the text itself, or ``{"__prefect_kind": "json", "value": "<text>"}``.
+    """
     if isinstance(value, dict) and value.get("__prefect_kind") == "json":
         value = value.get("value")
     if isinstance(value, str):
@@ -59,28 +63,28 @@ class SettingsModel(BaseModel, extra="forbid", use_attribute_docstrings=True):
 
 
 class ScalingSettings(SettingsModel):
-    """How many workers to run and what each of them gets. See :class:`ElasticScaling`."""
+    """Number of workers, and the resources of each. See :class:`ElasticScaling`."""
 
     min_workers: _AtLeastOne = 1
     """Training runs only with at least this many workers; below it, it waits for capacity."""
     max_workers: _AtLeastOne = 1
-    """The number of workers asked for; the group grows up to it when capacity comes back."""
+    """The requested number of workers; the group grows up to it when capacity comes back."""
     accelerator: Literal["cpu", "gpu", "tpu"] = "cpu"
     """What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host."""
     resources_per_worker: _Amounts = {}
     """Ray resources of each worker, such as {"CPU": 4}. Empty: the default of the accelerator."""
     resize_check_interval_seconds: PositiveFloat = 60.0
-    """How often a healthy worker group looks whether it could grow."""
+    """How often a healthy worker group checks if it can grow."""
     wait_for_max_seconds: NonNegativeFloat = 0.0
     """How long to wait for the maximum number of workers before starting with fewer."""
     stability_delay_seconds: NonNegativeFloat = 30.0
-    """A node counts for the growth of a healthy worker group once it has been there for so long."""
+    """A node counts for the growth of a healthy worker group once it has been alive for this long."""
     resize_patience_seconds: NonNegativeFloat = 1800.0
-    """How long a decided growth waits for the next checkpoint before it goes ahead without. 0: as long as it takes."""
+    """How long a planned growth waits for the next checkpoint before it proceeds without one. 0: no limit."""
     capacity_timeout_seconds: NonNegativeFloat = 0.0
-    """How long to wait for the minimum number of workers before the training fails. 0: as long as it takes."""
+    """How long to wait for the minimum number of workers before the training fails. 0: no limit."""
     standby: Literal["auto", "on", "off"] = "auto"
-    """Whether a second worker is kept warm beside each one, for the next restart: "auto" where there is memory."""
+    """Keep a warm standby worker for each worker, for the next restart. "auto": where there is memory."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places the workers: packed on few nodes or spread over many."""
     label_selector: _Labels = {}
@@ -92,22 +96,25 @@ class ScalingSettings(SettingsModel):
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> ScalingSettings:
-        held, gpus = self.resources_per_worker, self.resources_per_worker.get("GPU", 0)
-        if (held and not any(held.values())) or any(0 < amount < 0.0001 for amount in held.values()):
-            raise ValueError(f"a worker must hold some resource, 0.0001 at least, got {held}; or leave the field empty")
+        resources = self.resources_per_worker
+        gpus = resources.get("GPU", 0)
+        if (resources and not any(resources.values())) or any(0 < amount < 0.0001 for amount in resources.values()):
+            raise ValueError(
+                f"resources_per_worker must have a resource of at least 0.0001, got {resources}; or leave it empty"
+            )
         if gpus > 1 and not gpus.is_integer():
-            raise ValueError(f"resources_per_worker: GPU {gpus:g} is neither a share of one nor a whole number of them")
+            raise ValueError(f"resources_per_worker: GPU {gpus:g} must be a fraction of one GPU or a whole number")
         if self.min_workers > self.max_workers:
             raise ValueError(
                 f"min_workers ({self.min_workers}) must be at most max_workers ({self.max_workers}); "
                 "raise max_workers or lower min_workers"
             )
         for resource in ("GPU", "TPU"):
-            amount = self.resources_per_worker.get(resource)
-            # With 0, Ray would take one GPU all the same, and refuses the like for TPUs.
+            amount = resources.get(resource)
+            # Ray takes 0 as one GPU, and refuses 0 TPUs.
             if amount is not None and (amount > 0) != (self.accelerator == resource.lower()):
                 raise ValueError(
-                    f"resources_per_worker says {resource} {amount:g}, and accelerator is {self.accelerator!r}; "
+                    f"resources_per_worker has {resource} {amount:g}, and accelerator is {self.accelerator!r}; "
                     "correct one of them"
                 )
         if self.accelerator == "tpu":
@@ -121,27 +128,28 @@ class ScalingSettings(SettingsModel):
 
 
 def _check_tpu(scaling: ScalingSettings) -> None:
-    """Check what Ray reserves TPUs by; it knows the slices, and is loaded for TPUs only."""
-    from prefect_elastic_train.core import slices
+    """Raise a ValueError if Ray cannot reserve the TPUs of these settings, or if workers do not fill whole slices."""
+    from prefect_elastic_train.core import tpu_slices  # imports ray
 
-    topology, accelerator_type = scaling.topology, scaling.accelerator_type
+    topology = scaling.topology
+    accelerator_type = scaling.accelerator_type
     if (topology or scaling.max_workers > 1) and not (topology and accelerator_type):
         raise ValueError(
             "accelerator 'tpu' with a topology, or with more than one worker, needs both topology (such as '4x4') and "
             f"accelerator_type (such as 'TPU-V6E'), got {topology!r} and {accelerator_type!r}"
         )
-    if not topology:  # one worker on any host, without a slice of its own
+    if not topology:  # one worker on any host, without its own slice
         if accelerator_type:
-            slices.tpu_accelerator_type(accelerator_type)
-        slices.check_chips(scaling.resources_per_worker.get("TPU", 1))
+            tpu_slices.tpu_accelerator_type(accelerator_type)
+        tpu_slices.check_chips(scaling.resources_per_worker.get("TPU", 1))
         return
     if scaling.label_selector or scaling.placement_strategy.startswith("STRICT"):
         raise ValueError(
-            f"topology ({topology!r}) goes neither with a label_selector ({scaling.label_selector}) nor with a strict "
-            f"placement_strategy ({scaling.placement_strategy}): Ray chooses the nodes of a TPU slice by labels of its "
-            "own, and workers fill them; remove label_selector, and use PACK or SPREAD"
+            f"topology ({topology!r}) cannot be combined with a label_selector ({scaling.label_selector}) or a strict "
+            f"placement_strategy ({scaling.placement_strategy}): Ray selects the nodes of a TPU slice by its own "
+            "labels, and workers fill them; remove label_selector, and use PACK or SPREAD"
         )
-    shape = slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
+    shape = tpu_slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
     if scaling.min_workers % shape.workers or scaling.max_workers % shape.workers:
         raise ValueError(
             f"min_workers ({scaling.min_workers}) and max_workers ({scaling.max_workers}) must be multiples of "
@@ -151,7 +159,7 @@ def _check_tpu(scaling: ScalingSettings) -> None:
 
 
 class FailureSettings(SettingsModel):
-    """How much may fail before the training does. See :class:`FailureBudget`."""
+    """Failures and preemptions that a training survives. See :class:`FailureBudget`."""
 
     max_failures: _OrUnlimited = 3
     """Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited."""
@@ -168,11 +176,11 @@ class FailureSettings(SettingsModel):
     max_attempts_without_progress: _AtLeastOne = 2
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
     forgive_after_seconds: NonNegativeFloat = 3600.0
-    """Training, up to a new checkpoint, after which a failure counts for no budget any more. 0: it counts for ever."""
+    """Seconds of committed training after which an earlier failure no longer counts. 0: failures always count."""
     stall_timeout_seconds: NonNegativeFloat = 0.0
-    """No report for so long is a failure of the worker group. 0: off."""
+    """A worker group without a report for this long has failed. 0: off."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"
-    """What happens when a restarted loop begins again although a checkpoint is there."""
+    """What happens when a restarted loop starts from scratch although there is a checkpoint."""
 
 
 class CheckpointSettings(SettingsModel):
@@ -183,18 +191,19 @@ class CheckpointSettings(SettingsModel):
     score_attribute: str = ""
     """The reported metric that ranks checkpoints. Empty: the newest are the best."""
     score_order: Literal["max", "min"] = "max"
-    """Whether a higher or a lower score is better."""
+    """The better score: "max" for the higher one, "min" for the lower one."""
 
 
-_HOST, _PORT = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)", r":(?P<port>\d{1,5})"
+_HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)"
+_PORT = r":(?P<port>\d{1,5})"
 _JOINED = re.compile(f"{_HOST}{_PORT}")
 _DASHBOARD = re.compile(rf"https?://{_HOST}({_PORT})?(/[^?#@]*)?")
 
 
 def _address(value: str) -> str:
     value = value.strip()
-    found = _JOINED.fullmatch(value) or _DASHBOARD.fullmatch(value)
-    if value not in ("", "auto") and not (found and 0 < int(found["port"] or 1) < 65536):
+    match = _JOINED.fullmatch(value) or _DASHBOARD.fullmatch(value)
+    if value not in ("", "auto") and not (match and 0 < int(match["port"] or 1) < 65536):
         raise ValueError(
             "expected '' (a local cluster), 'auto' or 'host:port' (from a node of the cluster, not the Ray client), or "
             f"'http(s)://host:8265' (a dashboard, without credentials in the URL), got {without_credentials(value)!r}"
@@ -202,58 +211,58 @@ def _address(value: str) -> str:
     return value.rstrip("/")
 
 
-# What a validation error shows of its input may be the token, also under a misspelt name.
+# A validation error must not show its input: it may be the token, also under a misspelt name.
 class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     """Which Ray cluster trains. See :class:`RayCluster`."""
 
     address: Annotated[str, AfterValidator(_address)] = ""
     """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""
     auth_token: SecretStr = Field(SecretStr(""), title="Authentication Token")
-    """Ray's cluster token. Empty: whatever RAY_AUTH_TOKEN or ~/.ray/auth_token gives."""
+    """Ray's cluster token. Empty: that of RAY_AUTH_TOKEN or ~/.ray/auth_token."""
     runtime_env: JsonDict = Field({}, title="Runtime Environment")
     """Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets."""
     num_cpus: int = Field(0, ge=0, title="CPUs")
     """CPUs of the local cluster. 0: all of this machine."""
     num_gpus: int = Field(-1, ge=-1, title="GPUs")
-    """GPUs of the local cluster, which no other local cluster has. -1: as many as max_workers can use."""
+    """GPUs of the local cluster, reserved for it on this machine. -1: as many as max_workers can use."""
     working_dir: str = Field("", title="Working Directory")
     """Directory with the code of the train loop, sent to every node. Empty: nothing is sent."""
     connect_timeout_seconds: PositiveFloat = 20.0
     """How long an attempt waits for the cluster to answer."""
     unreachable_timeout_seconds: PositiveFloat = 3600.0
-    """How long a submitted job is asked after while the dashboard does not answer."""
+    """How long a submitted job is polled while the dashboard does not answer."""
     driver_resources: _Amounts = {}
-    """What a submitted driver reserves, so where it may run: {"CPU": 1, "on_demand": 0.01}. Empty: on the head node."""
+    """Ray resources of a submitted driver, such as {"CPU": 1, "on_demand": 0.01}. Empty: it runs on the head node."""
     verify_tls: bool = Field(True, title="Verify TLS")
-    """Whether the certificate of an https:// address is verified."""
+    """Verify the certificate of an https:// address."""
     ca_bundle: str = Field("", title="CA Bundle")
-    """Certificates to trust at an https:// address. Empty: SSL_CERT_FILE's or REQUESTS_CA_BUNDLE's, else the usual."""
+    """File of trusted certificates for https:// addresses. Empty: SSL_CERT_FILE, REQUESTS_CA_BUNDLE, or the default."""
 
     @field_validator("num_cpus", "num_gpus", "driver_resources", "verify_tls", "ca_bundle")
     @classmethod
-    def _goes_with_the_address(cls, value: Any, info: ValidationInfo) -> Any:
-        # Not a check of the whole model: pydantic would show all of its input, the token included.
-        name, address = str(info.field_name), info.data.get("address", "")
+    def _fits_the_address(cls, value: Any, info: ValidationInfo) -> Any:
+        # Not a validator of the model: pydantic's error would show all of the input, the token included.
+        name = str(info.field_name)
+        address = info.data.get("address", "")
+        if value == cls.model_fields[name].default:
+            return value
         if name.startswith("num_"):
-            wanted, fits = "a local cluster", not address
+            target = "a local cluster"
+            fits = not address
         else:
             scheme = "http" if name == "driver_resources" else "https://"
-            wanted, fits = f"a cluster that runs are submitted to by {scheme}", address.startswith(scheme)
-        if not fits and value != cls.model_fields[name].default:
-            raise ValueError(f"{name} is for {wanted}, and address is {address!r}: remove or correct one of them")
+            target = f"a cluster that runs are submitted to by {scheme}"
+            fits = address.startswith(scheme)
+        if not fits:
+            raise ValueError(f"{name} is for {target}, and address is {address!r}: remove or correct one of them")
         return value
 
     @property
     def is_local(self) -> bool:
-        """Whether the run gets a cluster of its own on this machine."""
+        """True if the training starts its own Ray cluster on this machine."""
         return not self.address
 
     @property
     def is_submitted(self) -> bool:
-        """Whether the driver runs inside the cluster, as a Ray job."""
+        """True if the driver runs inside the Ray cluster as a Ray job: the address is that of a dashboard."""
         return self.address.startswith(("http://", "https://"))
-
-
-def plain(settings_type: type[Settings], block: BaseModel) -> Settings:
-    """Return a block's values as the plain settings that the driver reads, secrets included."""
-    return settings_type(**{name: getattr(block, name) for name in settings_type.model_fields})

@@ -1,4 +1,4 @@
-"""Where run directories live, as plain validated values: the fields of the storage blocks."""
+"""Settings of storages as plain validated values: the fields of the storage blocks. Belongs to all processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_STORAGE = "~/elastic_train_runs"
 
 _BUCKET_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}(/(?!\.{1,2}(/|$))[^/]+)*")
 _ENDPOINT = re.compile(r"(https?://[^/\s@]+(/.*)?)?")
-#: What begins a URL behind its scheme. The password may hold ``/`` and ``@``; ``container@account`` is none.
+#: User and password behind a URL's scheme. A password may contain ``/`` and ``@``; ``container@account`` is not one.
 _USER_AND_PASSWORD = re.compile(r"[^/@:]*:.*@", re.DOTALL)
 
 
@@ -42,44 +42,44 @@ def _endpoint(value: str) -> str:
     return value
 
 
-def _url_of_a_store(value: str) -> str:
+def _store_url(value: str) -> str:
     protocol, _, path = value.strip().partition("://")
     path = path.strip("/")
     if not path or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
         raise ValueError(f"expected protocol://bucket/prefix, got {without_credentials(value)!r}")
     if other := {"s3": "S3Storage", "s3a": "S3Storage", "file": "LocalStorage", "local": "LocalStorage"}.get(protocol):
-        raise ValueError(f"{protocol}:// belongs to {other}, which does more for it; use that block")
+        raise ValueError(f"{protocol}:// is supported better by {other}; use that block")
     if _USER_AND_PASSWORD.match(path):
         raise ValueError(
-            "the URL holds a password, which Prefect would keep and show with each flow run; give it in the "
-            'secret_options of a saved FsspecStorage, such as {"username": "…", "password": "…"}, and a URL without'
+            "the URL contains a password, which Prefect would store and show with each flow run; put it into the "
+            'secret_options of a saved FsspecStorage, such as {"username": "…", "password": "…"}, and remove it here'
         )
     return f"{protocol}://{path}"
 
 
 class _StorageSettings(SettingsModel):
-    """What all storages have in common."""
+    """Base class of the settings of a storage."""
 
     retry_seconds: NonNegativeFloat = 300.0
-    """How long an operation is repeated while the storage is away or answers with passing errors."""
+    """How long an operation is retried while the storage is unreachable or returns transient errors."""
     preflight: bool = True
-    """Try the storage from the driver and from each node before training starts."""
-    #: A file that, while it is there, makes this a storage that does not answer; for rehearsals.
+    """Test the storage from the driver and from each node before training starts."""
+    #: A file; while it exists, the storage does not answer. For rehearsals.
     _outage: str = PrivateAttr("")
 
     @property
     @abstractmethod
     def uri(self) -> str:
-        """Where runs are, for people and other programs."""
+        """URI of the folder that contains the run directories, for users and other programs."""
 
     @property
     def root(self) -> str:
-        """The path below which runs are."""
+        """Path of the folder that contains the run directories, on the storage's filesystem."""
         return self.uri.rpartition("://")[2]
 
 
 class LocalStorageSettings(_StorageSettings):
-    """A directory that holds runs. See :class:`LocalStorage`."""
+    """A directory for runs. See :class:`LocalStorage`."""
 
     path: Annotated[str, AfterValidator(_directory)]
     """Directory for run directories: local, or a mount shared by all nodes of the cluster."""
@@ -89,38 +89,38 @@ class LocalStorageSettings(_StorageSettings):
         return self.path
 
 
-# What a validation error shows of its input may be a key.
+# A validation error must not show its input: it may be a key.
 class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
-    """A bucket that holds runs. See :class:`S3Storage`."""
+    """A bucket for runs. See :class:`S3Storage`."""
 
     bucket_path: Annotated[str, AfterValidator(_bucket_path)]
-    """Bucket, and the prefix below which runs are: such as my-bucket/training/runs."""
+    """Bucket and prefix of run directories, such as my-bucket/training/runs."""
     endpoint_url: Annotated[str, AfterValidator(_endpoint)] = Field("", title="Endpoint URL")
-    """Of an S3-compatible store, such as https://minio.example.com:9000. Empty: AWS."""
+    """URL of an S3-compatible store, such as https://minio.example.com:9000. Empty: AWS."""
     region: str = ""
-    """Region of the bucket. Empty: as the environment says."""
+    """Region of the bucket. Empty: the default of the environment."""
     access_key_id: SecretStr = SecretStr("")
-    """Empty, together with the secret: the ambient AWS credentials of each node."""
+    """Access key. Empty, together with the secret: the ambient AWS credentials of each node."""
     secret_access_key: SecretStr = SecretStr("")
-    """Of the key id."""
+    """Secret of the access key."""
     session_token: SecretStr = SecretStr("")
-    """Of temporary credentials, which end some time."""
+    """Token of temporary credentials, which expire."""
     addressing_style: Literal["auto", "path", "virtual"] = Field("auto", validate_default=True)
-    """Whether the bucket is in the path or in the host name. auto: in the path with an endpoint URL."""
+    """Put the bucket into the path or into the host name. auto: into the path with an endpoint URL."""
     verify_tls: bool = Field(True, title="Verify TLS")
-    """Off only for a store with a certificate of its own."""
+    """Verify the store's certificate. Off only for a self-signed one."""
     ca_bundle: str = Field("", title="CA Bundle")
-    """File with the certificates to trust, on every node. Empty: the system's."""
+    """File of trusted certificates, on every node. Empty: the system's."""
 
     @field_validator("addressing_style")
     @classmethod
     def _keys_are_whole(cls, value: str, info: ValidationInfo) -> str:
-        # Not a check of the whole model: of a flow's parameter pydantic would show all of its input, the keys included.
+        # Not a validator of the model: pydantic's error for a flow's parameter would show all of the input.
         keys = ("access_key_id", "secret_access_key", "session_token")
         key, secret, token = (bool(info.data.get(name)) for name in keys)
         if key != secret or (token and not key):
             raise ValueError(
-                "access_key_id and secret_access_key belong together, and a session_token to both: give all, or none"
+                "access_key_id and secret_access_key belong together, and a session_token to both: set all, or none"
             )
         return value
 
@@ -130,19 +130,19 @@ class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
 
 
 class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
-    """An object store that fsspec knows and that holds runs. See :class:`FsspecStorage`."""
+    """An object store for runs that fsspec supports. See :class:`FsspecStorage`."""
 
-    url: Annotated[str, AfterValidator(_url_of_a_store)] = Field(title="URL")
-    """URL below which runs are, such as gs://my-bucket/runs or abfs://container/runs."""
+    url: Annotated[str, AfterValidator(_store_url)] = Field(title="URL")
+    """URL of the folder for run directories, such as gs://my-bucket/runs or abfs://container/runs."""
     secret_options: SecretStr = SecretStr("")
-    """Arguments of the fsspec filesystem that nobody shall read, as a JSON object. Empty: the ambient credentials."""
+    """Secret arguments of the fsspec filesystem, as a JSON object. Empty: the ambient credentials."""
     options: JsonDict = Field(default_factory=dict, validate_default=True)
-    """More arguments, which are no secrets, such as {"project": "my-project"}."""
+    """Other arguments of the fsspec filesystem, such as {"project": "my-project"}."""
 
     @field_validator("options")
     @classmethod
     def _secrets_are_json(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        # Not a check of the secret itself: of a flow's parameter pydantic would show what it refuses.
+        # Not a validator of the secret: pydantic's error for a flow's parameter would show it.
         text = (info.data.get("secret_options") or SecretStr("")).get_secret_value().strip()
         if text.strip("*"):  # masked ones are refused where they are used
             try:
@@ -159,7 +159,7 @@ class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
 
     @property
     def hidden_options(self) -> dict[str, Any]:
-        """Those arguments of the fsspec filesystem that are secrets."""
+        """The secret arguments of the fsspec filesystem as a dict, parsed from ``secret_options``."""
         return dict(json.loads(self.secret_options.get_secret_value().strip() or "{}"))
 
 
@@ -167,9 +167,13 @@ StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettin
 
 
 def storage_at(text: str) -> StorageSettings | None:
-    """Return the storage at a directory (``./runs``, ``~/runs``, ``/mnt/runs``) or a URL, with the ambient credentials.
+    """Return the settings of the storage at a directory or URL, with the ambient credentials.
 
-    None if the text is neither, and perhaps the name of a saved block.
+    A directory is a text such as ``./runs``, ``~/runs`` or ``/mnt/runs``. Return None for a text that is neither a
+    directory nor a URL: it may be the name of a saved block.
+
+    Raises:
+        ConfigurationError: The directory or URL is not valid.
     """
     try:
         if text.startswith(("s3://", "s3a://")):

@@ -1,14 +1,14 @@
-"""Which version of this package is imported."""
+"""Version of this package. Belongs to all processes."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: Says the version of a copy that travels without its metadata, such as the one in a job's package. It comes before
-#: metadata, which may be those of another version that the cluster has installed.
+#: File with the version of a copy that travels without its metadata, such as the one in a job's package. It has
+#: priority over metadata, which may belong to another version that the cluster has installed.
 VERSION_FILE = "VERSION"
-UNKNOWN = "0+unknown"  # of a source tree that nobody has installed
+UNKNOWN = "0+unknown"  # the version of a source tree that is not installed
 
 _file = Path(__file__).parents[1] / VERSION_FILE
 try:

@@ -1,1 +1,1 @@
-"""Trying everything that a training needs, before one is started: ``elastic-train doctor``."""
+"""Checks of everything that a training needs: ``elastic-train doctor``. Runs in the CLI."""

@@ -1,4 +1,4 @@
-"""What `elastic-train doctor` looks at, in which order, and for how long."""
+"""The checks of `elastic-train doctor`, in their order, with their time limits."""
 
 from __future__ import annotations
 
@@ -22,21 +22,28 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
-from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, Outcome
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import without_credentials
 from prefect_elastic_train.orchestration.arguments import driver_spec
-from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
-from prefect_elastic_train.supervisor.runtime import Runtime
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has found: how good or bad it is, what it is, and what to do about it."""
+    """A result of a check of ``elastic-train doctor``.
+
+    Attributes:
+        level: "ok"; "warn": trainings run, but something is wrong; "skip": not checked; "fail": trainings cannot run.
+        message: The fact that was found.
+        remedy: The action of the user that solves the problem; empty if there is none.
+        check: Name of the check.
+    """
 
     level: str
     message: str
@@ -44,25 +51,31 @@ class Finding:
     check: str = ""
 
 
-#: As it should be; trainings run, but something is wrong; could not be looked at; trainings cannot run like this.
-ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "skip", "fail"))
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+skip = partial(Finding, "skip")
+fail = partial(Finding, "fail")
 
+#: Time limit of the checks of versions and of the server.
 _QUICK_SECONDS = 10.0
-#: For each of blocks, storage and cluster: a local cluster starts meanwhile, a storage that is away is noticed.
+#: Time limit of each other check: a local cluster starts within it, and an unreachable storage is detected.
 _SECONDS = 45.0
-_ANSWER_SECONDS = 3.0
-#: Documents that the Prefect server gives at once.
+_API_TIMEOUT_SECONDS = 3.0
+#: The most documents that the Prefect server returns in one page.
 _PAGE = 200
-#: What is kept of a check's time for ending what it has started, and for a driver that does not answer to say so.
-_LEAVE_SECONDS = 4.0
+#: Part of the time limit that is left to stop the driver, and to a driver to report that no cluster answers.
+_STOP_SECONDS = 4.0
 
 
 def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
-    """Run all checks, each for a bounded time; skip what needs what is not found.
+    """Run all checks of ``elastic-train doctor``, and yield their findings.
 
-    The storage is a directory, a URL or a saved block, the cluster a saved ``RayCluster``, the profile a name that
-    blocks of several types are saved under. What is not named is as in :func:`chosen_block`: what the settings name,
-    else what trainings use without one, a directory in the home folder and a local cluster.
+    A check whose prerequisite has failed is skipped.
+
+    Args:
+        storage: A directory, a URL or a saved block.
+        cluster: A saved ``RayCluster``.
+        profile: A name under which blocks of several types are saved. All other blocks are the default ones.
     """
     specs: list[DriverSpec] = []
 
@@ -71,7 +84,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         blocks = chosen_blocks({"storage": storage, "cluster": cluster}, profile)
         request = RunRequest("doctor", Owner(flow_run_id="doctor"), fingerprint("doctor:none", "none", None))
         specs.append(driver_spec(request, blocks))
-        yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
+        yield ok(f"a training uses {', '.join(saved_name(block) or type(block).__name__ for block in blocks)}")
 
     def check_storage() -> Iterator[Finding]:
         with preflight(specs[0].storage):
@@ -80,63 +93,72 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
     yield from run_check("versions", check_versions, _QUICK_SECONDS)
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
-    if all(one.level != "fail" for one in server):
-        yield from run_check("blocks", check_blocks, _SECONDS)
+    if any(finding.level == "fail" for finding in server):
+        yield skip("cannot be checked without the server", check="blocks")
     else:
-        yield skip("cannot be looked at without the server", check="blocks")
+        yield from run_check("blocks", check_blocks, _SECONDS)
     if specs:
         yield from run_check("storage", check_storage, _SECONDS)
         yield from run_check("cluster", lambda: check_cluster(specs[0]), _SECONDS)
     else:
         for name in ("storage", "cluster"):
-            yield skip("which one to try is not known without the blocks", check=name)
+            yield skip("cannot be checked without the blocks", check=name)
 
 
-def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) -> list[Finding]:
-    """Run a check in a thread, which is left to itself when its time is up; return what it has found, no password."""
-    found: list[Finding] = []
+def run_check(name: str, check: Callable[[], Iterable[Finding]], seconds: float) -> list[Finding]:
+    """Run a check in a thread, and return its findings, without the passwords of URLs.
+
+    After ``seconds`` the thread is abandoned, and a finding reports that there was no answer.
+    """
+    findings: list[Finding] = []
 
     def run() -> None:
         try:
-            for one in look():
-                found.append(one)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a check is a finding
-            words = str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}"
-            found.append(fail(words))
+            for finding in check():
+                findings.append(finding)
+        except ElasticTrainError as error:
+            findings.append(fail(str(error)))
+        except Exception as error:  # noqa: BLE001 - any exception is a finding
+            findings.append(fail(f"{type(error).__name__}: {error}"))
 
-    # Prefect's settings live in context variables.
+    # Prefect's settings are in context variables.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        found.append(fail(f"no answer within {seconds:g} s", "try it alone, such as with `ls` or `ray status`"))
-    return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
+        findings.append(
+            fail(f"no answer within {seconds:g} s", "try it by hand, for example with `ls` or `ray status`")
+        )
+    return [
+        replace(finding, check=name, message=_clean(finding.message), remedy=_clean(finding.remedy))
+        for finding in [*findings]
+    ]
 
 
 def check_versions() -> Iterator[Finding]:
-    """Report the versions of Python, this package, Ray and Prefect."""
+    """Yield a finding with the versions of Python, this package, Ray and Prefect."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("prefect-elastic-train", "ray", "prefect"))
     yield ok(f"Python {platform.python_version()}, {packages}")
 
 
 def check_server() -> Iterator[Finding]:
-    """Ask the Prefect server for its version, with the credentials that trainings would use."""
+    """Check that the Prefect server answers, has a compatible version and accepts the credentials."""
     if determine_server_type() is ServerType.EPHEMERAL:
         yield ok("PREFECT_API_URL is not set: Prefect starts a temporary server for each process, without a UI")
         return
-    with _asking_prefect() as client:
+    with _prefect_client() as client:
         url = str(client.api_url).rstrip("/")
         try:
             client.raise_for_api_version_mismatch()
-            client.read_flows(limit=1)  # the version is told to everybody
+            client.read_flows(limit=1)  # checks the credentials, which the version needs not
         except (httpx.HTTPError, RuntimeError, ValueError, TypeError) as error:  # ValueError: an answer with no version
             reason = error.__cause__ or error
             yield fail(
-                f"no Prefect server that can be used, and accepts the credentials, answers at {url} "
+                f"no compatible Prefect server that accepts the credentials answers at {url} "
                 f"({type(reason).__name__}: {reason})",
                 "HTTP 401 or 403: set PREFECT_API_AUTH_STRING to the server's own PREFECT_SERVER_API_AUTH_STRING; on "
-                "Prefect Cloud, or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS. Else start "
-                "one with `prefect server start`, or correct PREFECT_API_URL, which ends with /api: `prefect "
+                "Prefect Cloud, or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS. Otherwise start "
+                "a server with `prefect server start`, or correct PREFECT_API_URL, which ends with /api: `prefect "
                 "config set PREFECT_API_URL=http://127.0.0.1:4200/api`",
             )
             return
@@ -144,89 +166,96 @@ def check_server() -> Iterator[Finding]:
 
 
 def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
-    """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard."""
+    """Check that the Ray cluster of the spec can be used for training.
+
+    If the cluster takes jobs, query its dashboard. Otherwise join it as a training does; a local cluster is started.
+    """
     if not spec.cluster.is_submitted:
-        yield _joined(spec, _SECONDS - _LEAVE_SECONDS)
+        yield _join(spec, _SECONDS - _STOP_SECONDS)
         return
-    from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # it loads Ray's client
+    from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # imports Ray's client
 
-    api = JobClient(spec.cluster)
+    client = JobClient(spec.cluster)
     try:
-        api.jobs()
-        api.check_version()
+        client.submitted_jobs()
+        client.check_version()
     except UnreachableError as error:
-        remedy = "correct the address of the RayCluster, or see whether the head of the cluster is up"
-        yield fail(f"no Ray dashboard answers at {api.address} ({error})", remedy)
+        remedy = "correct the address of the RayCluster, or check that the head of the cluster runs"
+        yield fail(f"no Ray dashboard answers at {client.address} ({error})", remedy)
     else:
-        yield ok(f"the dashboard at {api.address} answers, accepts the token, and has this Ray version")
+        yield ok(f"the dashboard at {client.address} answers, accepts the token, and has this Ray version")
 
 
-def _joined(spec: DriverSpec, seconds: float) -> Finding:
-    """Have a driver join the cluster, and end what was started."""
-    deadline = time.monotonic() + seconds
-    events: list[Event] = []
+class _Deadline(Follower):
+    """Ignores the output and the events of a driver, and stops it after ``seconds``."""
 
-    def check_time() -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the cluster was not joined in time: see that memory, CPUs and room in /tmp are left")
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
 
-    # What is sent along is for the loop.
-    patience = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _LEAVE_SECONDS))
-    bare = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": patience}
-    settings = ElasticTrainSettings.model_construct(stop_grace_seconds=0.5)
-    runtime = Runtime(settings, events.append, lambda source, line: None, check_time)
+    def check_stop(self) -> None:
+        if time.monotonic() > self._ends_at:
+            raise TimeoutError("the cluster was not joined in time: check that memory, CPUs and space in /tmp are free")
+
+
+def _join(spec: DriverSpec, seconds: float) -> Finding:
+    """Start a driver that joins the cluster of the spec and trains nothing, and return the finding.
+
+    All processes that were started are stopped.
+    """
+    # The runtime environment and the working directory are for the loop only.
+    timeout = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _STOP_SECONDS))
+    changes = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": timeout}
+    runtime = TrainingProcesses(ElasticTrainSettings.model_construct(stop_grace_seconds=0.5), _Deadline(seconds))
     runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
     try:
-        ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=bare)))
+        ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=changes)))
     finally:
         runtime.close()
-    for event in events:
-        if isinstance(event, ClusterConnected):
-            there = [f"{event.resources[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in event.resources]
-            return ok(f"joined the cluster at {event.address}: {', '.join(there)}")
-    return fail(ended.message)
+    return ok(ended.message) if ended.outcome is Outcome.COMPLETED else fail(ended.message)
 
 
 def check_block_types() -> Iterator[Finding]:
-    """Look at the registered block types, and load every document of them."""
+    """Check that Prefect's server has the block types of this package, and that every saved block of them loads."""
     if determine_server_type() is ServerType.EPHEMERAL:
-        yield skip("saved blocks are looked at on a server that stays: set PREFECT_API_URL")
+        yield skip("only a permanent server has saved blocks: set PREFECT_API_URL")
         return
-    old, loaded = [], 0
-    with _asking_prefect() as client:
-        for kind in chain.from_iterable(BLOCK_TYPES.values()):
-            slug, checksum = kind.get_block_type_slug(), kind._calculate_schema_checksum()
+    outdated: list[str] = []
+    loaded = 0
+    with _prefect_client() as client:
+        for block_type in chain.from_iterable(BLOCK_TYPES.values()):
+            slug = block_type.get_block_type_slug()
+            checksum = block_type._calculate_schema_checksum()
             documents: list[BlockDocument] = []
             try:
                 client.read_block_type_by_slug(slug)
                 documents = client.read_block_documents_by_type(slug, limit=_PAGE, include_secrets=True)
-                client.read_block_schema_by_checksum(checksum, version=kind.get_block_schema_version())
+                client.read_block_schema_by_checksum(checksum, version=block_type.get_block_schema_version())
             except ObjectNotFound:
-                old.append(slug)
+                outdated.append(slug)
             for document in documents:
                 try:
-                    kind._load_from_block_document(document)
+                    block_type._load_from_block_document(document)
                     loaded += 1
                 except ConfigurationError as error:
                     yield fail(str(error), "correct the value in the UI, or save the block again from code")
-                except Exception as error:  # noqa: BLE001 - a document may hold anything, perhaps a secret
+                except Exception as error:  # noqa: BLE001 - any content may be invalid, and the message may hold a secret
                     yield fail(f"block {slug}/{document.name} cannot be loaded: {type(error).__name__}")
-    if old:
-        told = f"block types not registered, or of another version: {', '.join(old)}"
-        yield warn(told, "`prefect block register -m prefect_elastic_train`")
+    if outdated:
+        message = f"block types that are not registered, or in another version: {', '.join(outdated)}"
+        yield warn(message, "`prefect block register -m prefect_elastic_train`")
     yield ok(f"{loaded} saved blocks load")
 
 
 @contextmanager
-def _asking_prefect() -> Iterator[SyncPrefectClient]:
-    """A client that repeats once what fails: whoever asks a doctor waits."""
+def _prefect_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the Prefect API with a short timeout that retries a request once."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
-        get_client(httpx_settings={"timeout": _ANSWER_SECONDS}, sync_client=True) as client,
+        get_client(httpx_settings={"timeout": _API_TIMEOUT_SECONDS}, sync_client=True) as client,
     ):
         yield client
 
 
 def _clean(text: str) -> str:
-    """Leave out line ends, and passwords that stand in a URL."""
+    """Return the text in one line, without the passwords of URLs."""
     return without_credentials(" ".join(text.split()))

@@ -1,4 +1,4 @@
-"""``python -m prefect_elastic_train.doctor.probe <spec file>``: a driver that joins its cluster, and trains nothing."""
+"""``python -m prefect_elastic_train.doctor.probe <spec file>``: a driver that joins its cluster and trains nothing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pathlib import Path
 from prefect_elastic_train.core import events
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import read_spec
-from prefect_elastic_train.driver.fit import connect
+from prefect_elastic_train.driver.joining import join_cluster
 
 
-def _tell(event: events.Event) -> None:
+def _send(event: events.Event) -> None:
     sys.stdout.write(f"{events.EVENT_TAG}{events.encode_event(event)}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    _tell(events.ClusterWanted())
+    _send(events.ClusterWanted())
     try:
-        address, _, resources = connect(read_spec(Path(sys.argv[1])))
+        cluster = join_cluster(read_spec(Path(sys.argv[1])))
     except AttemptFailedError as error:
-        _tell(events.AttemptEnded(outcome=error.outcome, message=str(error)))
+        _send(events.AttemptEnded(outcome=error.outcome, message=str(error)))
     else:
-        _tell(events.ClusterConnected(address=address, resources=resources))
-        _tell(events.AttemptEnded(outcome=Outcome.COMPLETED))
-    os._exit(0)  # Ray's own goodbye takes seconds, and a local head is ended in a moment
+        amounts = [f"{cluster.resources[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in cluster.resources]
+        message = f"joined the cluster at {cluster.address}: {', '.join(amounts)}"
+        _send(events.AttemptEnded(outcome=Outcome.COMPLETED, message=message))
+    os._exit(0)  # Ray's shutdown takes seconds, and the supervisor stops a local head at once

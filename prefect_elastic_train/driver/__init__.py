@@ -1,1 +1,1 @@
-"""The driver: a process of its own that runs one Ray Train attempt."""
+"""The driver: the process that runs one attempt, and calls Ray Train's ``fit()``."""

@@ -1,9 +1,9 @@
-"""``python -m prefect_elastic_train.driver <spec file>``: the process of one attempt, up to its last word.
+"""``python -m prefect_elastic_train.driver <spec file>``: the process of one attempt.
 
-With ``--spare <framework>`` instead, it waits for the attempt that will need it: :mod:`.spare`.
+``--prestarted <framework>`` in place of the spec file starts a process that waits for an attempt: :mod:`.prestarted`.
 
-The driver does all work on the run directory, so the supervisor works the same whether or not it can see the
-storage. It ends with one ``attempt_ended`` event; a driver that ends without one was lost.
+The driver does all work on the run directory, so the supervisor does not need access to the storage. The last event of
+a driver is ``attempt_ended``. A driver that exits without it was lost.
 """
 
 from __future__ import annotations
@@ -26,67 +26,71 @@ from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import read_spec
+from prefect_elastic_train.core.time_limits import FIT_EXIT_SECONDS
 from prefect_elastic_train.driver.attempt import Attempt
-from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
-from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
-from prefect_elastic_train.driver.relay import EventOutput, LineStream
-from prefect_elastic_train.driver.spare import SPARE, wait_for_spec
-
-#: How long a driver that was told to end may take before it ends without Ray Train's help.
-_STUCK_SECONDS = 4.5
+from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
+from prefect_elastic_train.driver.event_relay import EventOutput, LineStream
+from prefect_elastic_train.driver.prestarted import PRESTARTED, wait_for_spec
+from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 
 
 def main(arguments: list[str]) -> None:
-    """Run one attempt as the spec file says, and end this process."""
+    """Run a driver: the attempt of the spec file in the arguments. Exit the process at the end.
+
+    With ``--prestarted <framework>`` as arguments, wait for the path of the spec file first.
+    """
     spec_file = Path(arguments[0])
-    began_at = psutil.Process().create_time()
-    if arguments[0] == SPARE:
+    started_at = psutil.Process().create_time()
+    if arguments[0] == PRESTARTED:
         spec_file = wait_for_spec(arguments[1])
-        began_at = spec_file.stat().st_mtime  # from then on it was needed
+        started_at = spec_file.stat().st_mtime
     output = EventOutput(sys.stdout)
     details = Details()
-    sys.stdout = LineStream(partial(details.take, output.write_text), 1)
-    sys.stderr = LineStream(partial(details.take, sys.stderr.write), 2)
-    # Whatever a library writes there itself must not end up in the middle of an event.
+    sys.stdout = LineStream(partial(details.write, output.write_text), 1)
+    sys.stderr = LineStream(partial(details.write, sys.stderr.write), 2)
+    # Libraries may write to descriptor 1 themselves, which would break an event in two.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     _handle_signals(signal.default_int_handler)
-    notice_interruptions()
+    watch_signals()
     spec = read_spec(spec_file)
-    attempt = Attempt(spec, output, details, began_at)
-    ending = threading.Lock()
+    attempt = Attempt(spec, output, details, started_at)
+    is_ending = threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
-        """Say the last word and end this process; the first caller does it, and any other waits for that."""
-        if not ending.acquire(blocking=False):
+        """Record and publish the end of the attempt, and exit. If called in two threads, the first call does it."""
+        if not is_ending.acquire(blocking=False):
             time.sleep(60)
             return
         attempt.close(ended)
         attempt.leave_cluster(stuck)
         output.close(10.0)
-        # Threads of Ray or of the user's libraries may not keep a finished driver.
+        # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard shows
+        # the exit code of a job.
         sys.stdout.flush()
         sys.stderr.flush()
-        # Ray's dashboard shows a job's exit code.
         os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
 
     def end_if_stuck() -> None:
-        """While Ray Train waits for a placement group, ``fit()`` does not get out of its handler of SIGINT."""
-        while not interruptions():
+        """Wait for a signal, and end the attempt if ``fit()`` does not react to it within `FIT_EXIT_SECONDS`.
+
+        ``fit()`` does not react while Ray Train waits for a placement group.
+        """
+        while not count_signals():
             time.sleep(0.1)
-        time.sleep(_STUCK_SECONDS)
-        end(attempt.taken_over() or end_by_signal(spec, spec_file), stuck=True)
+        time.sleep(FIT_EXIT_SECONDS)
+        end(attempt.find_successor() or final_event_of_signal(spec, spec_file), stuck=True)
 
     threading.Thread(target=end_if_stuck, name="elastic-train-stop", daemon=True).start()
     try:
         try:
             ended = attempt.run()
-        except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
-            details.keep("".join(traceback.format_exception(error)))
-            ended = attempt.taken_over() or end_by_error(error, spec.storage)
-    except (KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
-        _handle_signals(signal.SIG_IGN)  # a second one must not cut the last word short
-        ended = attempt.taken_over() or end_by_signal(spec, spec_file)
+        except Exception as error:  # noqa: BLE001 - every error becomes a final event
+            details.add("".join(traceback.format_exception(error)))
+            ended = attempt.find_successor() or final_event_of_error(error, spec.storage)
+    except (KeyboardInterrupt, SystemExit):  # may also come while an error is classified
+        _handle_signals(signal.SIG_IGN)  # a second signal must not prevent the final event
+        ended = attempt.find_successor() or final_event_of_signal(spec, spec_file)
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)
 

@@ -1,4 +1,4 @@
-"""One attempt, from the spec to its end: all work on the run directory, and around ``fit()``."""
+"""One attempt in the driver: its work on the run directory, and around ``fit()``."""
 
 from __future__ import annotations
 
@@ -9,234 +9,124 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
-from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_datasets, prepare
-from prefect_elastic_train.driver.interruptions import interruptions
-from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
+from prefect_elastic_train.core.size_limits import bounded_metrics
+from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
+from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
+from prefect_elastic_train.driver.joining import JoinedCluster, join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.termination_signals import count_signals
+from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.report.accounts import Tally
+from prefect_elastic_train.report.accounts import Tally, add_up
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_is_free, end_attempt
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt, refusal
-from prefect_elastic_train.runs.resume import choose_source, note_completed, restore_snapshot, seed_from_source
+from prefect_elastic_train.runs.repair import restore_snapshot
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
+from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import open_storage
-from prefect_elastic_train.storage.preflight import preflight
+from prefect_elastic_train.storage.preflight import Probe, preflight
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
-#: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
-_LEAVE_SECONDS = 2.5
-#: How long a storage that does not answer is asked for the run, before the preflight.
-_LOOK_SECONDS = 15.0
+#: Time for which the run is read again and again before the preflight, from a storage that does not answer.
+_FIRST_READ_SECONDS = 15.0
 
 
 class Attempt:
-    """An attempt of this process, which becomes the owner of the run that the spec wants.
+    """The attempt of this driver: takes over the run for the flow run of the spec, and trains it.
 
-    Its steps are taken in order: :meth:`run`, :meth:`close`, :meth:`leave_cluster`.
+    Call :meth:`run`, :meth:`close` and :meth:`leave_cluster` in this order.
+
+    Args:
+        spec: The input of the driver.
+        output: The driver's standard output.
+        details: The lines that Ray prints.
+        started_at: Time at which the driver process was started, or at which a pre-started driver got its spec, in
+            seconds since the epoch; 0: unknown.
     """
 
-    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, began_at: float = 0.0) -> None:
-        #: When the process began, or a spare one was needed, in seconds since the epoch; 0: unknown.
-        self._began_at = began_at
+    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, started_at: float = 0.0) -> None:
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
+        self._started_at = started_at
         self._storage = open_storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
-        self.teller = AttemptTeller(output, details, self.store, spec)
+        self.recorder = EventRecorder(output, details, self.store, spec)
         self._heartbeat: HeartbeatWriter | None = None
-        self._receiver = EventReceiver(self.teller.emit)
-        self._past = Tally()  # of the attempts before
+        self._receiver = EventReceiver(self.recorder.emit)
+        #: Tally of the earlier attempts.
+        self._past = Tally()
 
     def run(self) -> AttemptEnded:
-        """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
-        spec = self.spec
-        teller = self.teller
+        """Run the attempt until the train loop has returned, and return the final event.
 
-        def is_new() -> bool:
-            return next(RunDirectory(self.store).lineage, None) is None
-
-        teller.doing("looking whether the run is free")  # before anything is written where a mount may be missing
-        store = self.store.impatient(_LOOK_SECONDS) if spec.storage.preflight else self.store
-        finished = peek(RunDirectory(store), spec.request)
+        Raises:
+            BaseException: Any other end of the attempt.
+        """
+        finished = self._check_run()
         if finished is not None:
-            return self.finish(finished)
-        root = self._storage.folder(spec.storage.root)
-        known, variable = spec.request.known_storage
-        if known == root.uri and not root.folders():
-            raise refusal(
-                f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
-                "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
-                f"purpose, run `prefect variable delete {variable}` first",
-                Outcome.STORAGE_ERROR,
-            )
-        with ExitStack() as trying:
-            probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
-            if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
-                teller.doing("looking for the checkpoint that the run starts from")
-                choose_source(self._storage, spec.request)
-            teller.emit(ClusterWanted())
-            teller.doing("")
-            os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-            if spec.is_alone:
-                os.environ.pop(PRINT_PATCH, None)  # its node has it
-            else:
-                os.environ.setdefault(PRINT_PATCH, "0")
-            payload = prepare(spec)
-            teller.doing("joining the cluster")
-            try:
-                address, dashboard_url, resources = connect(spec)
-            except AttemptFailedError as error:
-                # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
-                own = spec.cluster.is_local or spec.cluster.is_submitted
-                error.final = error.final or not (own or all_attempts(self.store))
-                raise
-            teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
-            spec = replace(spec, scaling=fit_local_cluster(spec, resources))
-            if probe is not None and not spec.cluster.is_local and is_new():
-                from prefect_elastic_train.elastic.cluster import resources_per_worker, try_from_nodes
-
-                # Before the first checkpoint each node is to show that it can write it.
-                teller.doing("trying the storage from the nodes")
-                try_from_nodes(probe, resources_per_worker(spec.scaling))
+            return self._end_of_finished(finished)
+        storage = self.spec.storage
+        with preflight(storage) if storage.preflight else nullcontext() as probe:
+            payload = self._join(probe)
         begun = self.begin()
         if isinstance(begun, EndedRecord):
-            return self.finish(begun)
-        owner = spec.request.owner
-        context = RunContext(
-            run_name=spec.request.run_name,
-            run_id=begun.run_id,
-            attempt=begun.attempt,
-            storage_uri=spec.storage.uri,
-            run_uri=self.store.uri,
-            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
-            **owner.model_dump(include={"flow_name", "deployment_id", "deployment_name"}),
-            failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
-            trained_seconds=self._past.account().productive_seconds,
-            ends_at=spec.ends_at,
-            score_attribute=spec.checkpoints.score_attribute,
-        )
-        from prefect_elastic_train.elastic.controller import make_trainer
-
-        teller.doing("making the datasets")
-        datasets = make_datasets(payload)
-        teller.doing("")
-        try:
-            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.receiving)
-        except (TypeError, ValueError, DeprecationWarning) as error:
-            raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
-        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
-        trainer.fit()
-        # The controller has sent all its events before fit() returned; let the last ones arrive.
-        time.sleep(0.1)
-        return self.complete()
+            return self._end_of_finished(begun)
+        self._train(payload, begun)
+        return self._complete()
 
     def begin(self) -> Begun | EndedRecord:
-        """Take the fence and say so."""
-        from prefect_elastic_train.elastic.standby import may_replace
+        """Take over the run, start the heartbeat and the history of the attempt, and publish the attempt's start.
 
-        spec = self.spec
-        teller = self.teller
+        Returns the attempt that has begun, or, if the run is finished already, the record of its end.
+        """
+        recorder = self.recorder
         notes: list[str] = []
 
         def seed() -> None:
-            teller.doing("copying the checkpoint that the run starts from")
-            notes.extend(seed_from_source(self._storage, spec.request, self.store))
+            recorder.set_activity("copying the checkpoint that the run starts from")
+            notes.extend(copy_source(self._storage, self.spec.request, self.store))
 
-        teller.doing("looking for where to resume")
-        begun = begin_attempt(self.store, spec, seed)
+        recorder.set_activity("looking for where to resume")
+        begun = begin_attempt(self.store, self.spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
-        teller.attempt = begun.attempt
-        impatient = self.store.impatient(HEARTBEAT_SECONDS)
-        # The signal ends fit(), as it does when the supervisor sends it.
+        recorder.attempt = begun.attempt
+        limited = self.store.with_retry_limit(HEARTBEAT_SECONDS)
+        # The signal ends fit(), as the supervisor's does.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
-        self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
-        teller.history = HistoryWriter(impatient, begun.attempt)
+        self._heartbeat = HeartbeatWriter(limited, begun.attempt, on_fenced_off=interrupt)
+        recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
-            self._past = teller.recall()
-        scaling = spec.scaling
-        needs_none = scaling.standby == "off" or spec.is_forked
-        if not needs_none and not may_replace(scaling, spec.request.framework):
-            notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
-        commit = begun.point.commit
-        failures = spec.failures
-        left = {
-            "driver restart": begun.restarts_left,
-            "worker failure": failures.max_failures,
-            "preemption": failures.max_preemption_failures,
-        }
-        teller.emit(
-            AttemptStarted(
-                run_name=spec.request.run_name,
-                run_uri=self.store.uri,
-                checkpoint=begun.point.checkpoint,
-                checkpoint_at=commit.at if commit is not None else 0.0,
-                driver_started_at=self._began_at,
-                counted=begun.counted,
-                left={name: number for name, number in left.items() if number >= 0},
-                previous_end=spec.previous_end,
-                started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.inherited_metrics, spec.checkpoints.score_attribute),
-                notes=[*notes, *begun.notes],
-            )
-        )
+            self._past = recorder.recall_history()
+        self._publish_start(begun, [*notes, *self._standby_notes(), *begun.notes])
         return begun
 
-    def complete(self) -> AttemptEnded:
-        """The end of an attempt whose loop has returned, with the result."""
-        assert self.teller.history is not None
-        self.teller.doing("adding the run's result up")
-        self._receiver.finish(_LEAVE_SECONDS)
-        self.teller.history.close()
-        restore_snapshot(self.store, RunDirectory(self.store).look_back(whole=False))
-        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
-        return ended.model_copy(update={"result": self._result(ended)})
+    def find_successor(self) -> AttemptEnded | None:
+        """Return the final event of this attempt if another attempt has taken over the run, else None.
 
-    def finish(self, finished: EndedRecord) -> AttemptEnded:
-        """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
-        self.teller.recall()
-        message = "the run was finished before, and its result is given back"
-        result = finished.result or self._result()
-        trained_with = RunDirectory(self.store).fingerprint
-        warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
-        return AttemptEnded(
-            outcome=Outcome.COMPLETED, already_finished=True, message=message, warning=warning, result=result
-        )
-
-    def _result(self, *more: AttemptEnded) -> dict[str, Any]:
-        from prefect_elastic_train.report.accounts import add_up
-        from prefect_elastic_train.runs.inspecting import make_result
-
-        return make_result(
-            self.store,
-            add_up(chain(read_history(self.store), more)),
-            self.spec.storage_block,
-            self.spec.checkpoints.score_attribute,
-        ).model_dump(mode="json")
-
-    def taken_over(self) -> AttemptEnded | None:
-        """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
-        attempt = self.teller.attempt
+        Returns None also if the storage does not answer.
+        """
+        attempt = self.recorder.attempt
         request = self.spec.request
-        store = self._patient_enough()
-        self.teller.doing("looking whether somebody has taken the run over")
+        store = self._store_for_end()
+        self.recorder.set_activity("checking that no other attempt has taken the run over")
         try:
-            newest = newest_attempt(store) if attempt else 0
+            newest = newest_attempt_number(store) if attempt else 0
             if newest <= attempt:
                 return None
             record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
@@ -252,67 +142,242 @@ class Attempt:
         return AttemptEnded(outcome=Outcome.INVALID, message=message)
 
     def close(self, ended: AttemptEnded) -> None:
-        """Say the last word, and record it with the attempt if one was begun."""
-        teller = self.teller
+        """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event."""
+        recorder = self.recorder
         self._receiver.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        if teller.attempt and not ended.already_finished:
-            store = self._patient_enough()
-            teller.doing("recording the attempt's end")
+        if recorder.attempt and not ended.already_finished:
+            store = self._store_for_end()
+            recorder.set_activity("recording the attempt's end")
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
-            if failed and teller.details.content():
-                _within(_LEAVE_SECONDS, teller.write_details)
-                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(teller.attempt)}"
+            if failed and recorder.details.content():
+                _run_limited(recorder.write_details)
+                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(recorder.attempt)}"
                 ended = ended.model_copy(update={"message": message})
             try:
-                end_attempt(store, teller.attempt, ended.outcome.value, ended.message, result=ended.result)
+                end_attempt(store, recorder.attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
-                logger.warning("could not record the end of attempt %d: %s", teller.attempt, error)
-        teller.emit(ended)
-        teller.close()
+                logger.warning("could not record the end of attempt %d: %s", recorder.attempt, error)
+        recorder.emit(ended)
+        recorder.close()
         if ended.outcome is Outcome.COMPLETED:
-            # A storage that is away shall not hide the end; resume_from='latest' would not find this run.
-            _within(_LEAVE_SECONDS, lambda: note_completed(self._storage, self.spec.request.run_name))
-
-    def _patient_enough(self) -> RunStore:
-        """The run directory for the last word: who was told to end has some seconds, others may wait for a storage."""
-        return self.store.impatient(1.0) if interruptions() else self.store
+            # After the final event, which a storage that does not answer must not delay. Without this record,
+            # resume_from='latest' does not find the run.
+            _run_limited(lambda: record_completed_run(self._storage, self.spec.request.run_name))
 
     def leave_cluster(self, stuck: bool) -> None:
-        """Leave nothing of the attempt in the cluster, also when ``fit()`` is stuck, which tidies up after itself."""
+        """Release the attempt's reservation of resources, disconnect from the Ray cluster, remove unfinished uploads.
+
+        Args:
+            stuck: True if ``fit()`` has not returned; the driver then does not disconnect.
+        """
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        if not self.spec.cluster.is_local:  # where nobody waits for it
-            _within(_LEAVE_SECONDS, self._release)
+        if not self.spec.cluster.is_local:  # no other training uses a local cluster
+            _run_limited(self._release_reservation)
         if not stuck:
-            _within(_LEAVE_SECONDS, ray.shutdown)
-        if self.teller.attempt:
-            # Workers may have begun another upload while they were told to end.
-            _within(_LEAVE_SECONDS, self._abandon_uploads)
+            _run_limited(ray.shutdown)
+        if self.recorder.attempt:
+            # Workers may have begun another upload before they exited.
+            _run_limited(self._abandon_uploads)
 
-    def _release(self) -> None:
-        from prefect_elastic_train.elastic.policy import release_reservation, requester_id
+    def _check_run(self) -> EndedRecord | None:
+        """Check that the flow run may train the run and that its storage is there.
 
-        if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's
+        Returns the record of the run's end if the run is finished, else None. Writes nothing.
+
+        Raises:
+            AttemptFailedError: The flow run may not train the run, or the storage is empty although it was used before.
+        """
+        spec = self.spec
+        self.recorder.set_activity("checking that the run is free")
+        store = self.store.with_retry_limit(_FIRST_READ_SECONDS) if spec.storage.preflight else self.store
+        # Before anything is written, since a mount may be missing.
+        finished = check_run_is_free(RunDirectory(store), spec.request)
+        if finished is not None:
+            return finished
+        root = self._storage.folder(spec.storage.root)
+        known, variable = spec.request.known_storage
+        if known == root.uri and not root.folders():
+            raise refusal(
+                f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
+                "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
+                f"purpose, run `prefect variable delete {variable}` first",
+                Outcome.STORAGE_ERROR,
+            )
+        return None
+
+    def _is_new(self) -> bool:
+        return RunDirectory(self.store).newest_commit_id is None
+
+    def _join(self, probe: Probe | None) -> Payload:
+        """Load the user's objects, join the Ray cluster, and return the objects.
+
+        For a new run on a cluster that is not a local cluster, also test the storage from the cluster's nodes with
+        ``probe``.
+        """
+        spec = self.spec
+        recorder = self.recorder
+        if spec.request.resume_from and self._is_new():  # refused before a cluster is started or joined
+            recorder.set_activity("looking for the checkpoint that the run starts from")
+            choose_source(self._storage, spec.request)
+        recorder.emit(ClusterWanted())
+        recorder.set_activity("")
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        if spec.is_alone:
+            os.environ.pop(PRINT_PATCH, None)  # the environment of its node has the variable
+        else:
+            os.environ.setdefault(PRINT_PATCH, "0")
+        payload = load_payload(spec)
+        recorder.set_activity("joining the cluster")
+        cluster = self._join_cluster()
+        recorder.emit(ClusterConnected(**cluster._asdict()))
+        self.spec = replace(spec, scaling=limit_to_local_cluster(spec, cluster.resources))
+        if probe is not None and not spec.cluster.is_local and self._is_new():
+            from prefect_elastic_train.driver.ray_cluster import probe_from_nodes
+            from prefect_elastic_train.driver.ray_configs import resources_per_worker
+
+            recorder.set_activity("testing the storage from the nodes")
+            probe_from_nodes(probe, resources_per_worker(spec.scaling))
+        return payload
+
+    def _join_cluster(self) -> JoinedCluster:
+        cluster = self.spec.cluster
+        try:
+            return join_cluster(self.spec)
+        except AttemptFailedError as error:
+            # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
+            was_reached = cluster.is_local or cluster.is_submitted or RunDirectory(self.store).attempt_numbers
+            error.final = error.final or not was_reached
+            raise
+
+    def _train(self, payload: Payload, begun: Begun) -> None:
+        """Run ``fit()`` until the train loop has returned on all ranks."""
+        from prefect_elastic_train.driver.trainer import make_trainer
+
+        spec = self.spec
+        owner = spec.request.owner
+        context = RunContext(
+            run_name=spec.request.run_name,
+            run_id=begun.run_id,
+            attempt=begun.attempt,
+            storage_uri=spec.storage.uri,
+            run_uri=self.store.uri,
+            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
+            **owner.model_dump(include={"flow_name", "deployment_id", "deployment_name"}),
+            failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
+            trained_seconds=self._past.account().productive_seconds,
+            ends_at=spec.ends_at,
+            score_attribute=spec.checkpoints.score_attribute,
+        )
+        self.recorder.set_activity("making the datasets")
+        datasets = make_datasets(payload)
+        self.recorder.set_activity("")
+        try:
+            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.address)
+        except (TypeError, ValueError, DeprecationWarning) as error:
+            raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
+        trainer.fit()
+        # The controller sent its events before fit() returned. The last ones may still be on their way.
+        time.sleep(0.1)
+
+    def _standby_notes(self) -> list[str]:
+        from prefect_elastic_train.controller.standby import can_use_standbys
+
+        scaling = self.spec.scaling
+        needs_none = scaling.standby == "off" or self.spec.can_fork
+        if needs_none or can_use_standbys(scaling, self.spec.request.framework):
+            return []
+        return ["standby workers are disabled: they are supported on CPUs, and on GPUs with torch"]
+
+    def _publish_start(self, begun: Begun, notes: list[str]) -> None:
+        spec = self.spec
+        commit = begun.point.commit
+        budgets = {
+            "driver restart": spec.failures.driver_restarts + 1 - begun.counted,
+            "worker failure": spec.failures.max_failures,
+            "preemption": spec.failures.max_preemption_failures,
+        }
+        self.recorder.emit(
+            AttemptStarted(
+                run_name=spec.request.run_name,
+                run_uri=self.store.uri,
+                checkpoint=begun.point.checkpoint,
+                checkpoint_at=commit.at if commit is not None else 0.0,
+                driver_started_at=self._started_at,
+                counted=begun.counted,
+                left={name: number for name, number in budgets.items() if number >= 0},
+                previous_end=spec.previous_end,
+                started_from=RunDirectory(self.store).started_from,
+                inherited=bounded_metrics(begun.point.initial_metrics, spec.checkpoints.score_attribute),
+                notes=notes,
+            )
+        )
+
+    def _complete(self) -> AttemptEnded:
+        """Return the final event, with the run's result, after the train loop has returned on all ranks."""
+        assert self.recorder.history is not None
+        self.recorder.set_activity("adding up the run's result")
+        self._receiver.finish(EXIT_STEP_SECONDS)
+        self.recorder.history.close()
+        restore_snapshot(self.store, RunDirectory(self.store).find_resume_point(check_files=False))
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.recorder.attempt)
+        return ended.model_copy(update={"result": self._result(ended)})
+
+    def _end_of_finished(self, finished: EndedRecord) -> AttemptEnded:
+        """Return the final event of an attempt on a run that was finished before, with the recorded result."""
+        self.recorder.recall_history()
+        trained_with = RunDirectory(self.store).fingerprint
+        return AttemptEnded(
+            outcome=Outcome.COMPLETED,
+            already_finished=True,
+            message="the run was finished before; its result is returned",
+            warning=trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else "",
+            result=finished.result or self._result(),
+        )
+
+    def _result(self, *new_events: AttemptEnded) -> dict[str, Any]:
+        from prefect_elastic_train.runs.inspecting import make_result
+
+        return make_result(
+            self.store,
+            add_up(chain(read_history(self.store), new_events)),
+            self.spec.storage_block,
+            self.spec.checkpoints.score_attribute,
+        ).model_dump(mode="json")
+
+    def _store_for_end(self) -> RunStore:
+        """Return the run directory for writes at the end of the attempt.
+
+        If a signal requires this process to exit soon, the time limit for retries is short.
+        """
+        return self.store.with_retry_limit(1.0) if count_signals() else self.store
+
+    def _release_reservation(self) -> None:
+        from prefect_elastic_train.controller.scaling_policy import release_reservation, requester_id
+
+        # All attempts of a run have the same id, and a successor may use it by now.
+        if newest_attempt_number(self.store) == self.recorder.attempt:
             release_reservation(requester_id(self.store))
 
     def _abandon_uploads(self) -> None:
-        store = self.store.impatient(1.0)
-        if newest_attempt(store) == self.teller.attempt:
+        store = self.store.with_retry_limit(1.0)
+        if newest_attempt_number(store) == self.recorder.attempt:
             store.abandon_uploads()
 
 
-def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something for a bounded time, if it can be done: a cluster or a storage that is gone does not answer."""
+def _run_limited(action: Callable[[], object]) -> None:
+    """Run an action, but wait only for a limited time: a cluster or storage may not answer. Its errors are logged."""
 
     def run() -> None:
         try:
-            work()
-        except Exception as error:  # noqa: BLE001 - the attempt has ended, however this does
+            action()
+        except Exception as error:  # noqa: BLE001 - the attempt has ended
             logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout=seconds)
+    thread.join(timeout=EXIT_STEP_SECONDS)

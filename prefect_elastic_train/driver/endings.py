@@ -1,4 +1,4 @@
-"""How an attempt ended, decided from what was raised in the driver."""
+"""The final event of an attempt, from the exception or the signal that ended it."""
 
 from __future__ import annotations
 
@@ -6,110 +6,123 @@ import errno
 import sys
 from pathlib import Path
 
+from prefect_elastic_train.core.causes import causes, distinct_errors, short_message
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, StorageFaultError
-from prefect_elastic_train.core.ray_output import cause as in_short
-from prefect_elastic_train.core.ray_output import causes, distinct
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.runs.commits import FencedOffError
 
+_TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
-def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
-    """How an attempt ended that raised an error, in ``fit()`` or around it."""
+
+def final_event_of_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
+    """Return the final event of an attempt that was ended by an exception, from ``fit()`` or around it."""
     if isinstance(error, AttemptFailedError):
         return AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
-    outcome, message = _judge(error, storage)
-    return AttemptEnded(outcome=outcome, message=message)
+    if isinstance(error, ConfigurationError):
+        return _ended(Outcome.INVALID, str(error))
+    if isinstance(error, ImportError):
+        return _ended(Outcome.INVALID, f"the driver lacks what it needs: {error}")
+    # If Ray Train is not loaded, the error is not one of its; importing it takes seconds.
+    ended = _ended_by_ray_train(error, storage) if "ray.train" in sys.modules else None
+    if ended is not None:
+        return ended
+    cause = getattr(error, "controller_failure", error)  # a ControllerError wraps its cause
+    if isinstance(cause, ConnectionError):
+        return _ended(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(str(cause))}")
+    if isinstance(cause, OSError):
+        return _ended_by_storage(cause, storage)
+    failed = "the driver" if cause is error else "Ray Train's controller"
+    return _ended(Outcome.DRIVER_LOST, f"{failed} failed: {short_message(f'{type(cause).__name__}: {cause}')}")
 
 
-def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
-    """How an attempt ended whose driver got a signal: as the supervisor has asked for, else as a lost driver's."""
-    # Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
+def final_event_of_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
+    """Return the final event of an attempt whose driver was ended by a signal.
+
+    It has the outcome that the supervisor wrote beside the spec file before it sent the signal. A signal of any other
+    process, such as the guard, is not meant to end the training: the outcome is ``driver_lost``. A signal to a driver
+    that runs as a Ray job means that the job was stopped: the outcome is ``cancelled``.
+    """
     if spec.cluster.is_submitted:
-        return AttemptEnded(outcome=Outcome.CANCELLED, message="the job was stopped")
+        return _ended(Outcome.CANCELLED, "the job was stopped")
     try:
         outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
     except (OSError, ValueError):
-        message = "the driver was ended by a signal, as when its flow process has died"
-        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
-    message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
+        return _ended(Outcome.DRIVER_LOST, "the driver was ended by a signal, as when its flow process has died")
+    if outcome is Outcome.TIMED_OUT:
+        return _ended(outcome, "the training's time was over")
+    return _ended(outcome, "the flow run was stopped")
+
+
+def _ended(outcome: Outcome, message: str) -> AttemptEnded:
     return AttemptEnded(outcome=outcome, message=message)
 
 
-def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
-    if isinstance(error, ConfigurationError):
-        return Outcome.INVALID, str(error)
-    if isinstance(error, ImportError):
-        return Outcome.INVALID, f"the driver lacks what it needs: {error}"
-    # Without Ray Train it is no error of its, and its import takes seconds.
-    found = _of_ray_train(error, storage) if "ray.train" in sys.modules else None
-    if found is not None:
-        return found
-    cause = getattr(error, "controller_failure", error)  # of Ray Train's ControllerError
-    if isinstance(cause, ConnectionError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
-    if isinstance(cause, OSError):
-        return _of_storage(cause, storage)
-    text = in_short(f"{type(cause).__name__}: {cause}")
-    if cause is error:
-        return Outcome.DRIVER_LOST, f"the driver failed: {text}"
-    return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {text}"
+def _ended_by_storage(error: OSError, storage: StorageSettings) -> AttemptEnded:
+    """Return the final event of an attempt that was ended by a storage error.
 
-
-def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
-    """The ending by a storage error, which a new driver may heal if it passes; a known fault has its own message."""
+    After a transient error the outcome is ``driver_lost``, since a new driver may succeed; else ``storage_error``.
+    """
     if isinstance(error, StorageFaultError):
-        is_passing = not error.permanent
+        is_transient = not error.permanent
         message = str(error)
     else:
-        is_passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+        is_transient = error.errno in _TRANSIENT_ERRORS
         message = (
             f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that exists "
             "or can be made, with room and write permission for this user"
         )
-    return Outcome.DRIVER_LOST if is_passing else Outcome.STORAGE_ERROR, message
+    return _ended(Outcome.DRIVER_LOST if is_transient else Outcome.STORAGE_ERROR, message)
 
 
-def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
-    """The ending by what only ``fit()`` raises, None for anything else."""
+def _ended_by_ray_train(error: Exception, storage: StorageSettings) -> AttemptEnded | None:
+    """Return the final event of an attempt ended by an error that only ``fit()`` raises; None for any other error."""
     import ray.exceptions as rays
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive, in_full
+    from prefect_elastic_train.controller.failures import CapacityTimeoutError
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     text = str(cause)
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in text:
-        return Outcome.INVALID, text
-    if "checkpoints are not consistent" in text:  # Ray's exception has no type of its own
-        return Outcome.USER_ERROR, (
+        return _ended(Outcome.INVALID, text)
+    if "checkpoints are not consistent" in text:  # Ray has no exception type for it
+        folders = text.partition("paths: ")[2].partition("\n")[0]
+        return _ended(
+            Outcome.USER_ERROR,
             "ranks reported different folders as one checkpoint: with NO_UPLOAD, all ranks must report the same path, "
-            f"and none may upload. The folders: {text.partition('paths: ')[2].partition(chr(10))[0]}"
+            f"and none may upload. The folders: {folders}",
         )
     if isinstance(cause, CapacityTimeoutError):
-        return Outcome.TIMED_OUT, text
+        return _ended(Outcome.TIMED_OUT, text)
     if isinstance(error, WorkerGroupError):
-        found = decisive(error.worker_failures.values())
-        if isinstance(found, StorageFaultError):
-            return _of_storage(found, storage)
-        if found is not None:
-            return Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')"
-        texts, also = distinct({rank: in_full(failure) for rank, failure in error.worker_failures.items()})
-        why = "; ".join(causes(texts, also))
-        outcome, reason = cause_of(error.worker_failures)
-        assert outcome is not None  # the controller has waited
-        return outcome, f"{reason}: {why}"
+        return _ended_by_workers(error.worker_failures, storage)
     if isinstance(error, PreemptionError):
-        return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}"
+        return _ended(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
     if isinstance(error, TypeError) and "serialize" in str(error):
-        return Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}"
+        return _ended(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
     if isinstance(cause, rays.RuntimeEnvSetupError):
-        return Outcome.INVALID, f"the runtime environment cannot be set up: {cause}"
+        return _ended(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
     if isinstance(cause, rays.ActorDiedError | rays.ActorUnavailableError):
-        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(text)}"
-    # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
+        return _ended(Outcome.DRIVER_LOST, f"Ray Train's controller died: {short_message(text)}")
+    # Ray's timeouts are subclasses of OSError, and not errors of the storage.
     if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(text)}"
+        return _ended(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(text)}")
     return None
+
+
+def _ended_by_workers(failures: dict[int, Exception], storage: StorageSettings) -> AttemptEnded:
+    from prefect_elastic_train.controller.failures import classify_failure, decisive_failure
+    from prefect_elastic_train.worker.rank_failures import failure_text
+
+    decisive = decisive_failure(failures.values())
+    if isinstance(decisive, StorageFaultError):
+        return _ended_by_storage(decisive, storage)
+    if decisive is not None:
+        return _ended(Outcome.USER_ERROR, f"{decisive} (FailureBudget.ignored_checkpoint is 'fail')")
+    errors, also = distinct_errors({rank: failure_text(failure) for rank, failure in failures.items()})
+    outcome, reason = classify_failure(failures)
+    assert outcome is not None  # the controller has waited until the cause was known
+    return _ended(outcome, f"{reason}: {'; '.join(causes(errors, also))}")

@@ -1,4 +1,20 @@
-"""What a train loop imports. Nothing of it imports Ray, and a loop that imports it runs under plain Ray Train, too."""
+"""The public names that a train loop imports.
+
+None of them imports Ray, and a loop that uses them also runs under plain Ray Train.
+
+Example::
+
+    from prefect_elastic_train import loop
+
+    def train_loop(config):
+        ...
+        state = loop.TorchState(model=model, optimizer=optimizer)
+        with loop.session(state, steps=1000, global_batch=256) as session:
+            for inputs, targets in session.batches(dataset):
+                loss = loss_of(model(inputs), targets) * session.weight
+                ...
+                session.step({"loss": loss})
+"""
 
 from __future__ import annotations
 
@@ -6,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prefect_elastic_train.loop.context import RunContext, run_context, use_run_context
-from prefect_elastic_train.loop.notice import resize_requested
+from prefect_elastic_train.loop.restart_notice import resize_requested
 
 if TYPE_CHECKING:
     from prefect_elastic_train.loop.batches import Mixture
@@ -37,14 +53,14 @@ __all__ = [
     "use_run_context",
 ]
 
-#: Where the others are; torch and JAX are imported for their states only, numpy when one of the others is used.
+#: Modules of the names that are imported on first use. They import numpy; the two states import torch or JAX.
 _MODULES = ("order", "batches", "cadence", "state", "training_session")
+_STATE_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",)}
 
 
 def __getattr__(name: str) -> Any:
-    own = {"JaxState": ["jax_state"], "TorchState": ["torch_state"]}
-    for module in own.get(name, _MODULES) if name in __all__ else ():
-        found = getattr(import_module(f"{__name__}.{module}"), name, None)
-        if found is not None:
-            return found
+    if name in __all__:
+        for module in map(import_module, (f"{__name__}.{part}" for part in _STATE_MODULES.get(name, _MODULES))):
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a train loop may know of the training that it is part of: ids to hand to other tools."""
+"""Ids and times of the training that a worker belongs to, for a train loop and the tools it uses."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunContext:
-    """Which training a worker works for. Nothing in it is a secret.
+    """Names, ids and times of the training that a worker belongs to. It contains no secrets.
 
     Attributes:
         run_name: Name of the run.
-        run_id: 32 lower-case hexadecimal digits that stay over restarts, retries and resumes, also by other flow runs.
-            A run in another storage, one that was begun anew after the old one was deleted, and one that starts from
-            another's checkpoint (``resume_from``) have others.
-        attempt: Number of the driver's attempt, from 1. It grows with each new driver, so it belongs in no id.
-        storage_uri, run_uri: The storage, without credentials, and the run directory in it.
-        flow_run_id, flow_name: The flow run that the attempt works for, of a subflow the root's, as that one stays over
-            retries, and its flow; empty outside of a flow.
-        deployment_id, deployment_name: The deployment that it is a run of; the name is empty also if the Prefect API
-            did not answer when the training was started.
-        failures: How often workers, nodes and drivers of the run had failed when this worker started.
-        trained_seconds: How long the run had trained when the attempt began.
-        ends_at: When ``timeout_seconds`` are over, in seconds since the epoch; 0 without.
-        score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``), empty without.
+        run_id: 32 lower-case hexadecimal digits. It stays the same over restarts, retries and resumes, also by other
+            flow runs. A run has a new id if it is in another storage, is created again after it was deleted, or starts
+            from another run's checkpoint (``resume_from``).
+        attempt: Number of the driver's attempt, from 1. Each new driver increases it, so do not use it in an id.
+        storage_uri: URI of the storage, without credentials.
+        run_uri: URI of the run directory in the storage.
+        flow_run_id: Id of the flow run that started the attempt. For a subflow it is the id of the root flow run, which
+            stays the same over retries. Empty outside of a flow.
+        flow_name: Name of that flow. Empty outside of a flow.
+        deployment_id: Id of the deployment of that flow run. Empty without one.
+        deployment_name: Name of that deployment. Also empty if the Prefect API did not answer when training started.
+        failures: Failures of workers, nodes and drivers in this run before this worker started.
+        trained_seconds: Training time of the run before this attempt, in seconds.
+        ends_at: Time at which ``timeout_seconds`` are over, in seconds since the epoch; 0 without a timeout.
+        score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``). Empty without one.
     """
 
     run_name: str
@@ -43,38 +45,49 @@ class RunContext:
     score_attribute: str = ""
 
 
-current: RunContext | None = None  # of this worker process, which works for one training; None outside of one
+#: Module state, because a loop calls :func:`run_context` without arguments: one training runs in a worker process.
+current: RunContext | None = None
 
 
 def run_context() -> RunContext:
-    """Return which training this worker works for; the same on all ranks, and nothing is asked or waited for.
+    """Return the run context: names, ids and times of the training that this worker belongs to.
 
-    ``wandb.init(project="mnist", id=run_context().run_id, resume="allow")``, on one rank, for instance.
+    It is the same on all ranks, and is returned without communication.
 
     Raises:
-        RuntimeError: This process is no worker of a training that ``elastic_train`` has started, or it is one of the
-            processes that Ray Data and validation functions run in: hand those what they need.
+        RuntimeError: This process is not a worker of ``elastic_train``. Processes in which Ray Data or validation
+            functions run are not either: pass them what they need.
+
+    Example::
+
+        wandb.init(project="mnist", id=run_context().run_id, resume="allow")  # on one rank
     """
     if current is None:
         raise RuntimeError(
-            "run_context() was called outside of a training: it knows the run only inside the train loop of "
-            "elastic_train. To try a loop out without one, call it within `with use_run_context(RunContext(...)):`"
+            "run_context() was called outside of a training: it is available only in the train loop of "
+            "elastic_train. To test a loop without one, call it within `with use_run_context(RunContext(...)):`"
         )
     return current
 
 
 @contextmanager
 def use_run_context(context: RunContext) -> Iterator[None]:
-    """Let :func:`run_context` return this until the ``with`` ends, for tests of loops and for plain Ray Train."""
+    """Set the result of :func:`run_context` within a ``with`` block, for tests of loops and for plain Ray Train.
+
+    Example::
+
+        with loop.use_run_context(loop.RunContext("test", "0" * 32, 1, "", "")):
+            train_loop({"steps": 3})
+    """
     before = current
-    enter_run(context)
+    set_run_context(context)
     try:
         yield
     finally:
-        enter_run(before)
+        set_run_context(before)
 
 
-def enter_run(context: RunContext | None) -> None:
-    """Let :func:`run_context` return this in the process from now on."""
+def set_run_context(context: RunContext | None) -> None:
+    """Set the run context that :func:`run_context` returns in this process; None removes it."""
     global current
     current = context

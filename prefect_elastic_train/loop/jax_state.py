@@ -1,4 +1,4 @@
-"""The whole state of a JAX loop as one checkpoint: each process writes its shards, any number of them reads it."""
+"""The state of a JAX loop in a checkpoint: each process writes its shards, and any number of processes reads them."""
 
 from __future__ import annotations
 
@@ -14,60 +14,83 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restored, shapes
+from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restore_part, shapes
 
-_FOLDER = "jax"  # of Orbax's files in a checkpoint
+_FOLDER = "jax"  # folder of a checkpoint, with Orbax's files
 
-# Orbax says some fifteen lines of each save, in each process, through a logger that is also the loop's.
+# Orbax logs some fifteen lines for each save and process, through absl's logger, which the loop may use, too.
 logging.getLogger("absl").addFilter(
     lambda record: record.levelno > logging.INFO or "/orbax/checkpoint/" not in record.pathname
 )
 
 
 class JaxState(ArrayState):
-    """What a JAX loop needs to go on: pytrees, each an attribute that the loop reads and sets.
+    """The state of a JAX loop: pytrees of arrays, saved with Orbax.
 
-    ``JaxState(params=params, key=jax.random.key(0))`` has ``params`` and ``key``. Leaves are arrays of JAX and
-    numpy, keys of ``jax.random``, and numbers. Each process writes with `Orbax` the shards that are its own; of what is
-    not sharded over the processes, it is the first one's value that is kept. A checkpoint is read at any number of
-    processes, into the shardings and types of the attributes at that time. Dtypes are restored as they were saved, but
-    floating-point JAX arrays get the dtype of the attribute.
+    Each keyword argument becomes an attribute, which the loop reads and sets. Each process writes the shards that it
+    holds. Of a value that is not sharded over the processes, that of the first process is saved. A checkpoint can be
+    read by any number of processes, into the current shardings and types of the attributes. Dtypes are restored as they
+    were saved, except that floating-point JAX arrays get the dtype of the attribute.
+
+    Args:
+        parts: Pytrees by name. Leaves are arrays of JAX and numpy, keys of ``jax.random``, and numbers.
 
     Raises:
-        ValueError: A leaf is of another type, or an empty array; or a part has a method's name.
+        ValueError: A leaf is of another type or an empty array, or a part has the name of a method.
+
+    Example::
+
+        state = loop.JaxState(params=params, key=jax.random.key(0))
+        with loop.session(state, steps=1000, global_batch=256) as session:
+            for batch in session.batches(dataset, drop_last=True):
+                state.params, state.key, loss = train_step(state.params, state.key, batch)
+                session.step({"loss": loss})
     """
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Begin to write this process's shards from a copy in main memory, and return what waits until that is done."""
-        (folder := epath.Path(directory, _FOLDER)).mkdir()
-        tree = {name: one if _is_shared(one) else np.asarray(one) for name, one in self._copies().items()}
+        """Copy this process's shards into main memory, and start to write the copy to the folder ``directory``.
+
+        Return a function that waits until the copy is written.
+        """
+        folder = epath.Path(directory, _FOLDER)
+        folder.mkdir()
+        tree = {name: leaf if _is_global(leaf) else np.asarray(leaf) for name, leaf in self._copies().items()}
         args = ocp.args.PyTreeSave(ocp.tree.from_flat_dict(tree))
-        # The handler and not a Checkpointer, whose barriers are collectives that would meet the training's.
+        # Not with a Checkpointer: its barriers are collectives, which would mix with those of the training.
         writing = asyncio.run(_handler().async_save(folder, args=args))
         return lambda: [future.result() for future in writing].clear()
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
-        """Put a state back that was written by all processes, of however many there were; see :class:`ArrayState`."""
-        if not (parts := Path(directory, _FOLDER)).is_dir():
+        """Restore the attributes from a checkpoint that any number of processes has written.
+
+        Arguments and errors as in :meth:`ArrayState.read`.
+        """
+        folder = Path(directory, _FOLDER)
+        if not folder.is_dir():
             raise StateMismatchError(f"{directory} has no folder {_FOLDER}: is it the checkpoint of another framework?")
-        leaves, here = self._leaves(), self._copies()
-        with tempfile.TemporaryDirectory(prefix="loop-jax-") as whole:
-            # Orbax's last step of saving, which makes one store of those of the processes: in links, as the
-            # checkpoint itself is left as it is, and others read it at the same time.
-            for part in parts.iterdir():
-                Path(whole, part.name).symlink_to(part.resolve())
-            handler, path = _handler(), epath.Path(whole)
+        leaves = self._leaves()
+        current = self._copies()
+        with tempfile.TemporaryDirectory(prefix="loop-jax-") as merged:
+            # Orbax's last step of saving merges the stores of the processes. It is done on links, since other
+            # processes read the same checkpoint at the same time.
+            for part in folder.iterdir():
+                Path(merged, part.name).symlink_to(part.resolve())
+            handler = _handler()
+            path = epath.Path(merged)
             handler.finalize(path)
-            there = ocp.tree.to_flat_dict(handler.metadata(path).tree)
-            known = {name: one for name, one in there.items() if not only_these or name[0] in vars(self)}
-            StateMismatchError.check(*(shapes({".".join(name): one[name] for name in one}) for one in (here, known)))
-            wanted = ocp.tree.from_flat_dict({name: _restore_args(here.get(name)) for name in there})
-            values = ocp.tree.to_flat_dict(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted)))
-        restored = [_like(leaf, values[name]) for name, leaf in leaves.items()]
+            saved = ocp.tree.to_flat_dict(handler.metadata(path).tree)
+            wanted = {name: leaf for name, leaf in saved.items() if not only_these or name[0] in vars(self)}
+            StateMismatchError.check(_shapes(current), _shapes(wanted))
+            args = ocp.tree.from_flat_dict({name: _restore_args(current.get(name)) for name in saved})
+            values = ocp.tree.to_flat_dict(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
+        restored = [_restore_leaf(leaf, values[name]) for name, leaf in leaves.items()]
         vars(self).update(jax.tree.unflatten(jax.tree.structure(vars(self)), restored))
 
     def _copies(self) -> dict[Any, Any]:
-        """Return the data of each leaf; a ValueError if one cannot be restored exactly."""
+        """Return the data of each leaf of the pytrees by its path.
+
+        Raise ValueError if a leaf cannot be restored exactly.
+        """
         leaves = self._leaves()
         for name, leaf in leaves.items():
             is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
@@ -79,40 +102,48 @@ class JaxState(ArrayState):
         return {name: _data(leaf) for name, leaf in leaves.items()}
 
     def _leaves(self) -> dict[tuple[str, ...], Any]:
+        """Return each leaf of the pytrees by its path, which begins with the name of the attribute."""
         paths = jax.tree.leaves_with_path(vars(self))
         return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): leaf for path, leaf in paths}
 
 
 def _handler() -> Any:
-    # Without a store of array metadata, for whose directory the other processes wait until the first has made it.
+    """Return Orbax's checkpoint handler for pytrees of JAX and numpy arrays."""
+    # Without a store of array metadata: the other processes would wait until the first has created its directory.
     arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
     registry = ocp.type_handlers.create_type_handler_registry(arrays, (np.ndarray, ocp.type_handlers.NumpyHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
+def _shapes(leaves: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    return shapes({".".join(name): leaf for name, leaf in leaves.items()})
+
+
 def _data(leaf: Any) -> Any:
-    """Return a key's words, else the leaf itself."""
+    """Return the array of numbers in a leaf: the key data of a ``jax.random`` key, else the leaf itself."""
     is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def _is_shared(data: Any) -> bool:
-    """Return whether a value is an array of all processes, and not of one."""
+def _is_global(data: Any) -> bool:
+    """Return True for a JAX array over several processes, and for any JAX array if there is only one process."""
     return isinstance(data, jax.Array) and (jax.process_count() == 1 or not data.is_fully_addressable)
 
 
 def _restore_args(data: Any) -> Any:
-    # What is not committed to a device must not be so afterwards: a jitted function would refuse it beside others.
+    """Return Orbax's arguments to restore an array like ``data``, the current one in the state."""
+    # An array that is not committed to a device must stay so: else a jitted function rejects it beside others.
     dtype = data.dtype if isinstance(data, jax.Array) and jax.dtypes.issubdtype(data.dtype, np.inexact) else None
-    if _is_shared(data) and data.committed:
+    if _is_global(data) and data.committed:
         return ocp.ArrayRestoreArgs(sharding=data.sharding, dtype=dtype)
     return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
 
 
-def _like(leaf: Any, value: Any) -> Any:
-    """Return a restored value as what its leaf was."""
-    if (data := _data(leaf)) is not leaf:
-        return jax.random.wrap_key_data(_like(data, value), impl=jax.random.key_impl(leaf))
+def _restore_leaf(leaf: Any, value: Any) -> Any:
+    """Return the value that Orbax has read for a leaf, with the type and the sharding of the current leaf."""
+    data = _data(leaf)
+    if data is not leaf:
+        return jax.random.wrap_key_data(_restore_leaf(data, value), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
         return jax.device_put(value, leaf.sharding if leaf.committed else None)
-    return restored(leaf, value)
+    return restore_part(leaf, value)

@@ -1,7 +1,7 @@
-"""Which samples each optimizer step sees: a function of the seed, the step and the number of samples alone.
+"""The samples of each optimizer step: a function of the seed, the step and the number of samples alone.
 
-So the position in the data is the number of the step: a restart goes on there, with any number of workers, however far
-a loader had read ahead. No list of all indices is made: an epoch's order is a keyed permutation.
+So the position in the data is the number of the step. A restart continues there with any number of workers, whatever a
+data loader has prefetched. No list of all indices is made: the order of an epoch is a keyed permutation.
 """
 
 from __future__ import annotations
@@ -10,58 +10,77 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 MAX_LENGTH = 2**48
-#: Of the permutation. Four make some of it look random (Luby and Rackoff 1988); small halves need more to be even.
+#: Rounds of the permutation. Four make it pseudorandom (Luby and Rackoff 1988); small datasets need more.
 _ROUNDS = 8
-AT_ONCE = 8192  # samples that are looked up, or taken in, at once: numpy takes as long for a few
+CHUNK_SAMPLES = 8192  # samples that are computed at once: numpy takes as long for a few
 
 
 def permute(positions: Indices, length: int, *key: int) -> Indices:
-    """Return where positions of ``range(length)`` go in the permutation that belongs to a key, some integers.
+    """Return the images of positions under a pseudorandom permutation of ``range(length)``.
 
-    A Feistel network over as many bits as ``length`` takes, in which each half is changed by a keyed function of the
-    other; what it maps beyond ``length`` is mapped again until it is below ("cycle walking", Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). On average fewer than two walks.
+    The permutation is a Feistel network over as many bits as ``length`` needs. A value of ``length`` or above is mapped
+    again until it is below ("cycle walking", Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). On
+    average that takes fewer than two passes. Time and memory depend on the number of positions alone.
+
+    Args:
+        positions: Integers from 0 to ``length - 1``, of any shape.
+        length: Size of the permuted range, from 1 to 2**48.
+        key: Integers that choose the permutation, such as seed and epoch.
     """
     bits = max(8, (length - 1).bit_length())
     right = np.uint64(bits // 2)
-    masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
     seeds = np.random.SeedSequence([part & (2**64 - 1) for part in key])
     keys: Any = seeds.generate_state(_ROUNDS, np.uint64)
     indices = np.asarray(positions).astype(np.uint64)
     outside: Any = np.ones(indices.shape, dtype=bool)
     while outside.any():
-        walking = indices[outside]
-        high, low = walking >> right, walking & masks[1]
+        high = indices[outside] >> right
+        low = indices[outside] & low_mask
         for first, second in zip(keys[::2], keys[1::2], strict=True):
-            high ^= mix(low ^ first) & masks[0]
-            low ^= mix(high ^ second) & masks[1]
+            high ^= mix(low ^ first) & high_mask
+            low ^= mix(high ^ second) & low_mask
         indices[outside] = (high << right) | low
         outside = indices >= np.uint64(length)
     return indices.astype(np.int64)
 
 
-def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64 bits of which each depends on all of a word's (the finaliser of SplitMix64, Steele et al. 2014)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each value (the finaliser of SplitMix64, Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples of each global step, and each rank's share of them.
+    """Sample order of a training: the indices of the samples of each optimizer step, and the share of each rank.
+
+    Steps, epochs and indices count from 0. The samples of a step do not depend on the number of workers.
 
     Attributes:
-        length, global_batch: Samples of the dataset, and of an optimizer step over all workers.
-        seed, shuffle: Each epoch has an order of its own, others with another seed; or that of the dataset.
-        drop_last: Whether the last step of an epoch is left out if it had fewer samples than ``global_batch``.
+        length: Number of samples in the dataset, from 1 to 2**48.
+        global_batch: Samples of an optimizer step, over all workers.
+        seed: Seed of the shuffled order. Each epoch has another order.
+        shuffle: If False, each epoch has the order of the dataset.
+        drop_last: Leave out the last step of an epoch if it has fewer samples than ``global_batch``.
+
+    Raises:
+        ValueError: ``length`` or ``global_batch`` is out of range.
+
+    Example::
+
+        order = loop.SampleOrder(length=10, global_batch=4, seed=0)
+        order.indices(0)                        # 4 of range(10)
+        order.share(0, rank=1, world_size=2)    # the last 2 of these
     """
 
     length: int
@@ -73,53 +92,94 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_LENGTH:
             raise ValueError(f"length={self.length}: a dataset has from 1 to {MAX_LENGTH} samples")
-        most = self.length if self.drop_last else MAX_LENGTH
-        if not 1 <= self.global_batch <= most:
-            without = " with drop_last=True, which else leaves no step in an epoch" if self.drop_last else ""
-            raise ValueError(f"global_batch={self.global_batch}: must be from 1 to {most}{without}")
+        limit = self.length if self.drop_last else MAX_LENGTH
+        if not 1 <= self.global_batch <= limit:
+            reason = " with drop_last=True, which would leave no step in an epoch" if self.drop_last else ""
+            raise ValueError(f"global_batch={self.global_batch}: must be from 1 to {limit}{reason}")
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Number of optimizer steps of an epoch."""
         return self.length // self.global_batch if self.drop_last else math.ceil(self.length / self.global_batch)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step; both from 0."""
+        """Return the number of the epoch that contains a step, from 0."""
         return step // self.steps_per_epoch
 
     def size(self, step: int) -> int:
-        """Return the number of samples of a step: ``global_batch``, or what an epoch has left."""
+        """Return the number of samples of a step: ``global_batch``, or the rest of the epoch in its last step."""
         return min(self.global_batch, self.length - step % self.steps_per_epoch * self.global_batch)
 
     def indices(self, step: int) -> Indices:
-        """Return the samples of a step, from 0, over all workers."""
+        """Return the indices, in the dataset, of the samples of a step over all workers."""
         return self.share(step, 0, 1)
 
     def share(self, step: int, rank: int, world_size: int, part: int = 0, parts: int = 1) -> Indices:
-        """Return a rank's part of a step's samples, or a part of that; the sizes of ranks differ by at most one."""
+        """Return the indices, in the dataset, of the samples that one rank trains on in a step or micro batch.
+
+        The shares of two ranks in a step differ by at most one sample.
+
+        Args:
+            step: Number of the step.
+            rank: Rank of the worker.
+            world_size: Number of workers.
+            part: Number of the micro batch, from 0.
+            parts: Number of micro batches of the step.
+        """
         return self.samples(self.epoch(step), np.arange(*self.bounds(step, rank, world_size, part, parts)))
 
     def weight(self, step: int, rank: int, world_size: int, part: int = 0, parts: int = 1) -> float:
-        """Return what a rank's mean over a share counts: averaged over ranks, summed over parts, it is the step's."""
+        """Return the weight of the mean over a rank's share, such that weighted means give the mean over the step.
+
+        Sum the weighted means over the micro batches, and average the sums over the ranks. Arguments as in
+        :meth:`share`.
+        """
         begin, end = self.bounds(step, rank, world_size, part, parts)
         return (end - begin) * world_size / self.size(step)
 
     def bounds(self, step: int, rank: int, world_size: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
-        """Return where in the order of its epoch a share begins and ends."""
-        before, size = step % self.steps_per_epoch * self.global_batch, self.size(step)
-        begin, end = before + size * rank // world_size, before + size * (rank + 1) // world_size
-        return begin + (end - begin) * part // parts, begin + (end - begin) * (part + 1) // parts
+        """Return the begin and the end of a rank's share of a step, as positions in the sample order of its epoch.
+
+        The end is exclusive. Arguments as in :meth:`share`.
+        """
+        offset = step % self.steps_per_epoch * self.global_batch
+        size = self.size(step)
+        begin = offset + size * rank // world_size
+        length = offset + size * (rank + 1) // world_size - begin
+        return begin + length * part // parts, begin + length * (part + 1) // parts
 
     def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the samples at positions of an epoch's order."""
+        """Return the indices, in the dataset, of the samples at some positions of an epoch's sample order."""
         return permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
+
+
+class BatchPosition(NamedTuple):
+    """Position of a batch in a training: its step, its number in the step, and the number of batches of the step."""
+
+    step: int
+    part: int
+    parts: int
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """A rank's share of each of some steps, for ``torch.utils.data.DataLoader(dataset, batch_sampler=...)``.
+    """Batches of one rank in a range of steps, as a ``batch_sampler`` of ``torch.utils.data.DataLoader``.
 
-    A batch has at most ``micro_batch`` samples, and a step several batches, as many on each rank; 0: no bound.
+    Yields a list of indices for each batch. A rank without a sample in a step gets one sample, of weight 0.
+
+    Attributes:
+        order: Order of the samples.
+        steps: Steps to yield the batches of.
+        rank: Rank of the worker.
+        world_size: Number of workers.
+        micro_batch: Largest number of samples of a batch. A step then has several batches, equally many on each rank.
+            0: one batch a step.
+
+    Example::
+
+        order = loop.SampleOrder(len(dataset), global_batch=256)
+        batches = loop.StepBatches(order, range(done, steps), rank, world_size)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, num_workers=4)
     """
 
     order: SampleOrder
@@ -128,26 +188,26 @@ class StepBatches:
     world_size: int = 1
     micro_batch: int = 0
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each batch its step, its number in that and how many that has."""
+    def positions(self) -> Iterator[BatchPosition]:
+        """Yield the position of each batch of this rank: its step, its number in the step, and the step's batches."""
         for step in self.steps:
-            most = math.ceil(self.order.size(step) / self.world_size)
-            parts = math.ceil(most / self.micro_batch) if self.micro_batch else 1
-            yield from ((step, part, parts) for part in range(parts))
+            largest_share = math.ceil(self.order.size(step) / self.world_size)
+            parts = math.ceil(largest_share / self.micro_batch) if self.micro_batch else 1
+            yield from (BatchPosition(step, part, parts) for part in range(parts))
 
     def arrays(self) -> Iterator[Indices]:
-        """Yield the samples of each batch."""
-        batches = 1 + AT_ONCE // (1 + self.order.global_batch // self.world_size)
-        for epoch, places in groupby(self.places(), key=lambda place: self.order.epoch(place[0])):
-            while some := list(islice(places, batches)):
-                bounds = [self.order.bounds(step, self.rank, self.world_size, *part) for step, *part in some]
-                # A step with fewer samples than there are ranks: each has one to compute with, which counts nothing.
-                found = [np.arange(begin, max(end, begin + 1)) for begin, end in bounds]
-                samples = self.order.samples(epoch, np.concatenate(found))
-                yield from np.split(samples, np.cumsum([len(one) for one in found])[:-1])
+        """Yield, for each batch of this rank, the indices of its samples in the dataset as an array."""
+        chunk_batches = 1 + CHUNK_SAMPLES // (1 + self.order.global_batch // self.world_size)
+        for epoch, positions in groupby(self.positions(), key=lambda position: self.order.epoch(position.step)):
+            while chunk := list(islice(positions, chunk_batches)):
+                bounds = [self.order.bounds(step, self.rank, self.world_size, *part) for step, *part in chunk]
+                # A rank without a share gets one sample, since it takes part in collective operations.
+                ranges = [np.arange(begin, max(end, begin + 1)) for begin, end in bounds]
+                samples = self.order.samples(epoch, np.concatenate(ranges))
+                yield from np.split(samples, np.cumsum([len(batch) for batch in ranges])[:-1])
 
     def __iter__(self) -> Iterator[list[int]]:
         return (samples.tolist() for samples in self.arrays())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.places()) if self.micro_batch else len(self.steps)
+        return sum(1 for _ in self.positions()) if self.micro_batch else len(self.steps)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a loop holds: the state that is saved, the random states, and what makes it unfit for a loop."""
+"""The state of a loop in a checkpoint: the protocol of states, numpy arrays, and random states."""
 
 from __future__ import annotations
 
@@ -14,71 +14,97 @@ import numpy as np
 
 
 class StateMismatchError(ValueError):
-    """A checkpoint does not fit to the state that it is to be put into, such as that of another version of a model."""
+    """A checkpoint has other parts or shapes than the state it is read into, such as another version of the model."""
 
     @classmethod
-    def check(cls, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-        """Compare the names and shapes that a loop has and those that a checkpoint has."""
-        problems = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
-        changed = [name for name in here.keys() & there.keys() if here[name] != there[name]]
-        problems["in the checkpoint of another shape are"] = {
-            f"{name} {there[name]} and {here[name]} here" for name in changed
+    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint."""
+        common = current.keys() & saved.keys()
+        problems = {
+            "missing in the checkpoint": current.keys() - saved.keys(),
+            "missing in the state": saved.keys() - current.keys(),
+            "of another shape in the checkpoint": {
+                f"{name} {saved[name]} (state: {current[name]})" for name in common if current[name] != saved[name]
+            },
         }
-        found = [f"{what} {shorten(', '.join(sorted(names)), 500)}" for what, names in problems.items() if names]
-        if found:
+        messages = [
+            f"{problem}: {shorten(', '.join(sorted(names)), 500)}" for problem, names in problems.items() if names
+        ]
+        if messages:
             raise cls(
-                f"{'; '.join(found)}. Is it the checkpoint of another version of the model? "
-                "Train under a new run_name, or give the state what the checkpoint has"
+                f"{'; '.join(messages)}. Is it the checkpoint of another version of the model? "
+                "Train under a new run_name, or give the state the parts of the checkpoint"
             )
 
 
 class State(Protocol):
-    """What a session saves and restores; ``warning`` is what it lacks to go on as it was, empty if that is unknown."""
+    """The interface between a session and the state that it saves and restores.
+
+    Attributes:
+        warning: Message about missing parts, which the session logs when it is created; empty: none.
+    """
 
     warning: str = ""
 
     def prepare(self) -> None:
-        """Make what writing in the background needs, nothing by default; on all ranks at the same time."""
+        """Prepare to write checkpoints in the background. Default: do nothing.
+
+        The session calls it when it is created, on all ranks at the same time.
+        """
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Copy the state, and return what writes this rank's part of it, maybe in a thread, before the next call."""
+        """Copy the loop's state at a save, so that the loop can go on, and return a function that writes the copy.
+
+        The session calls it on all ranks. It calls the returned function in another thread, before the next ``stage``.
+
+        Args:
+            directory: Folder for this rank's files. The folders of all ranks become one checkpoint.
+        """
 
     def read(self, directory: str) -> None:
-        """Put a state back from the directory that has the parts of all ranks, of however many there were."""
+        """Restore the loop's state from a checkpoint. The session calls it on all ranks.
+
+        Args:
+            directory: Folder of the checkpoint, with files of all ranks of the worker group that wrote it. That group
+                may have had another number of workers.
+        """
 
 
 def random_state() -> str:
-    """Return the states of python's, numpy's and torch's global random generators in this process, as JSON.
+    """Return the states of Python's, numpy's and torch's global random generators in this process, as JSON.
 
-    The list of GPU states begins with the current device, whose index may be different after a restart. Generators that
-    the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not included: seed them
-    with the seed, the rank and ``session.done``. A part of the session's state is saved once for all ranks.
+    The list of GPU states begins with the current device, because its index may be different after a restart.
+    Generators that the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
+    included: seed them with the seed, the rank and ``session.done``.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
-        of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # else it would be by that
-        current = torch.cuda.current_device() if of_devices else 0
-        state |= {"torch": torch.get_rng_state(), "cuda": of_devices[current:] + of_devices[:current]}
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # the call would initialize CUDA
+        current = torch.cuda.current_device() if gpus else 0
+        state |= {"torch": torch.get_rng_state(), "cuda": gpus[current:] + gpus[:current]}
     return json.dumps(state, default=lambda array: array.tolist())
 
 
 def restore_random_state(saved: str) -> None:
-    """Put random states back that :func:`random_state` returned; those of GPUs from the current device on."""
+    """Restore the global random generators of this process from the JSON that :func:`random_state` returned.
+
+    The states of GPUs are assigned from the current device on.
+    """
     state = json.loads(saved)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
         count = torch.cuda.device_count()
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-        for distance, one in enumerate(state["cuda"][:count]):
-            torch.cuda.set_rng_state(torch.tensor(one, dtype=torch.uint8), (current + distance) % count)
+        for offset, gpu in enumerate(state["cuda"][:count]):
+            torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8), (current + offset) % count)
 
 
 def seed_everything(*key: int) -> None:
-    """Seed python's, numpy's and torch's random generators, differently for each key."""
+    """Seed the global random generators of Python, numpy and torch in this process from a key of integers."""
     python, numpy, torch_seed = np.random.SeedSequence(key).generate_state(3, np.uint64).tolist()
     random.seed(python)
     np.random.seed(numpy % 2**32)
@@ -89,32 +115,45 @@ def seed_everything(*key: int) -> None:
 class ArrayState(State):
     """The state of a numpy loop: arrays, numbers, strings and tensors that are the same on all ranks.
 
-    Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``. It is
-    restored with the saved values and dtype, a tensor in place.
+    Each keyword argument becomes an attribute, which the loop reads and sets. An attribute is restored with the value
+    and dtype that were saved. A tensor is restored in place.
+
+    Args:
+        parts: Values by name: numpy arrays, numbers, strings and dense torch tensors.
 
     Raises:
-        ValueError: A part is of a type that would not be restored exactly, or has a method's name.
+        ValueError: A part is of a type that cannot be restored exactly, or has the name of a method.
+
+    Example::
+
+        state = loop.ArrayState(weights=np.zeros(3))
+        with loop.session(state, steps=100, global_batch=8) as session:
+            for batch in session.batches(samples):
+                state.weights = update(state.weights, batch)
+                session.step()
     """
 
     def __init__(self, **parts: Any) -> None:
-        if taken := [name for name in parts if hasattr(type(self), name)]:
-            raise ValueError(f"{type(self).__name__}({taken[0]}=...): this is a method's name; give the part another")
+        if methods := [name for name in parts if hasattr(type(self), name)]:
+            raise ValueError(f"{type(self).__name__}({methods[0]}=...): this is a method's name; rename the part")
         vars(self).update(parts)
         self._copies()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} has no {name}, only {', '.join(vars(self))}: give all at first")
+        raise AttributeError(
+            f"{type(self).__name__} has no {name}, only {', '.join(vars(self))}: pass all parts to the constructor"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)[name] = value if name in vars(self) else self.__getattr__(name)
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Copy the arrays, and return what writes them into a directory."""
+        """Copy all parts of the state, and return a function that writes the copies into the folder ``directory``."""
         copies = self._copies()
         return lambda: np.savez(Path(directory, "arrays.npz"), **copies)
 
     def _copies(self) -> dict[Any, Any]:
-        """Return a copy of each part; a ValueError if one cannot be restored exactly."""
+        """Return a copy of each part of the state. Raise ValueError if a part cannot be restored exactly."""
         copies: dict[Any, Any] = {}
         for name, part in vars(self).items():
             try:
@@ -128,27 +167,41 @@ class ArrayState(State):
         return copies
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
-        """Put the arrays back, or raise a :class:`StateMismatchError`; there may be others too if ``only_these``."""
-        with np.load(Path(directory, "arrays.npz"), allow_pickle=False) as saved:
-            there = {name: saved[name] for name in saved if not only_these or name in vars(self)}
-        StateMismatchError.check(shapes(vars(self)), shapes(there))
-        for name, one in vars(self).items():
-            vars(self)[name] = restored(one, there[name])
+        """Restore the parts of the state from a checkpoint.
+
+        Args:
+            directory: Folder of the checkpoint.
+            only_these: Ignore further parts of the checkpoint. If False, these raise an error.
+
+        Raises:
+            StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
+        """
+        with np.load(Path(directory, "arrays.npz"), allow_pickle=False) as file:
+            saved = {name: file[name] for name in file if not only_these or name in vars(self)}
+        StateMismatchError.check(shapes(vars(self)), shapes(saved))
+        for name, part in vars(self).items():
+            vars(self)[name] = restore_part(part, saved[name])
 
 
 def _copy(part: Any) -> Any:
-    """Return a copy as an array. Raise a TypeError or ValueError if the part cannot be restored from it exactly."""
+    """Return a copy of one part of a loop's state as a numpy array.
+
+    Raise TypeError or ValueError if the part cannot be restored exactly from the array.
+    """
     part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
     copy = np.array(part)
-    is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # registered by another library, such as bfloat16
-    is_cut = isinstance(part, str | bytes) and copy.item() != part  # by zeros at its end
-    if is_foreign or is_cut or type(restored(part, copy)) is not type(part):
-        raise TypeError(f"numpy keeps it as an array of {copy.dtype}")
+    is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # a dtype of another library, such as bfloat16
+    is_cut = isinstance(part, str | bytes) and copy.item() != part  # numpy drops zeros at the end
+    if is_foreign or is_cut or type(restore_part(part, copy)) is not type(part):
+        raise TypeError(f"numpy stores it as an array of {copy.dtype}")
     return copy
 
 
-def restored(part: Any, saved: Any) -> Any:
-    """Return a saved array in the type of the part. A tensor is overwritten in place: an optimizer may refer to it."""
+def restore_part(part: Any, saved: Any) -> Any:
+    """Return an array from a checkpoint, converted to the type of ``part``, the current value in the loop's state.
+
+    A tensor is overwritten in place, because an optimizer may refer to it.
+    """
     if hasattr(part, "detach"):
         part.data = sys.modules["torch"].as_tensor(saved, device=part.device)
         return part
@@ -158,5 +211,5 @@ def restored(part: Any, saved: Any) -> Any:
 
 
 def shapes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes of arrays and numbers."""
+    """Return the shape of each array or number in a loop's state, by its name."""
     return {name: np.shape(value) for name, value in values.items()}

@@ -1,6 +1,7 @@
-"""The whole state of a torch loop as one checkpoint: each rank writes its shards, any number of ranks reads them.
+"""The state of a torch loop in a checkpoint: each rank writes its shards, and any number of ranks reads them.
 
-Uses ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``, tried with torch 2.11 and 2.13.
+Uses the private modules ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``. Tested with
+torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -22,22 +23,34 @@ from torch.distributed.tensor import DTensor
 
 from prefect_elastic_train.loop.state import State, StateMismatchError
 
-# Said at each save and load of a single worker.
+# torch warns at each save and load of a single worker.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _LENIENT = sharded.StateDictOptions(strict=False)
-_WRITE_TIMEOUT = timedelta(hours=1)  # for the other ranks, while a checkpoint is written in the background
+_WRITE_TIMEOUT = timedelta(hours=1)  # timeout of collectives while a checkpoint is written
 
 
 class TorchState(State):
-    """What a torch loop needs to go on: ``TorchState(model=model, optimizer=optimizer, schedule=schedule, ema=ema)``.
+    """The state of a torch loop: modules, optimizers, schedulers and anything else with a ``state_dict``.
 
-    Whatever has ``state_dict`` and ``load_state_dict``, by its name in checkpoints. Modules may be plain, in
-    DistributedDataParallel or sharded (FSDP2); each rank writes what is its own by `torch.distributed.checkpoint`, and
-    a checkpoint is read at any number of workers. An optimizer's state is kept by its module's parameters' names.
+    Modules may be plain, in DistributedDataParallel, or sharded (FSDP2). Each rank writes its shards with
+    ``torch.distributed.checkpoint``, and a checkpoint can be read with any number of workers. The state of an optimizer
+    is saved by the names of its module's parameters.
+
+    Args:
+        parts: Objects with ``state_dict()`` and ``load_state_dict()``, by their names in checkpoints.
 
     Raises:
-        ValueError: A part has no state, or an optimizer's parameters are of none of the modules.
+        ValueError: A part has no state, or an optimizer's parameters do not belong to one of the modules.
+
+    Example::
+
+        state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule, ema=ema)
+        with loop.session(state, steps=1000, global_batch=256) as session:
+            ...
+
+        # To evaluate a checkpoint:
+        loop.TorchState(model=model).read(directory, only_these=True)
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -50,38 +63,48 @@ class TorchState(State):
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         self._others = {name: part for name, part in parts.items() if name not in self._modules | self._optimizers}
-        self._module_of = {name: self._owner(name, part) for name, part in self._optimizers.items()}
-        trained = [name for name, part in self._modules.items() if any(one.requires_grad for one in part.parameters())]
-        lacking = f"the state has no optimizer beside {', '.join(trained)}: each restart begins with an empty one"
-        self.warning = f"{lacking}. Give it too: optimizer=..." if trained and not self._optimizers else ""
-        # One copy of the state in memory, into which each stage copies anew. In torch 2.11 and 2.12 the public stager
-        # closes it after the first.
+        self._module_of = {name: self._find_module(name, part) for name, part in self._optimizers.items()}
+        trained = [name for name, part in self._modules.items() if any(p.requires_grad for p in part.parameters())]
+        if trained and not self._optimizers:
+            self.warning = (
+                f"the state has no optimizer beside {', '.join(trained)}: each restart begins with an empty one. "
+                "Pass it, too: optimizer=..."
+            )
+        # Keeps one copy of the state in memory, and overwrites it at each save. The public stager closes its copy after
+        # the first save, in torch 2.11 and 2.12.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
         self._group: Any = None
 
-    def _owner(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    def _find_module(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        """Return the module that an optimizer trains. Raise ValueError if no module has its parameters."""
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self._modules.values():
-            if wanted <= {id(one) for one in module.parameters()}:
+            if optimized <= {id(parameter) for parameter in module.parameters()}:
                 return module
         raise ValueError(
             f"TorchState({name}=...): the optimizer's parameters are of none of the modules given "
-            f"({', '.join(self._modules) or 'none'}); give the module that it optimizes too"
+            f"({', '.join(self._modules) or 'none'}); pass the module that it optimizes, too"
         )
 
     def prepare(self) -> None:
-        """Make what writing in the background needs; on all ranks at the same time."""
+        """Create the process group with which the ranks write checkpoints in the background.
+
+        Call it on all ranks together.
+        """
         if self._group is None and dist.is_available() and dist.is_initialized():
-            # Of its own and in main memory, so that writing and training do not meet.
+            # A group of its own, so that collectives of writing and of training do not mix.
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Copy the state into main memory, and return what writes this rank's part into its folder; all ranks must."""
-        # Ray Train copies the files to the storage, which syncs them: here they need not be. Nor is anything to be
-        # copied ahead, for which CUDA would take half a gigabyte of a GPU: all of it is in main memory.
+        """Copy the state into main memory, and return a function that writes this rank's shards to ``directory``.
+
+        Call it on all ranks.
+        """
+        # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead of
+        # the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
-        staged = self._stager.stage(self._current(to_save=True))
-        # What is the same on all ranks is that of the first, also where it is not quite the same.
+        staged = self._stager.stage(self._state_dict(to_save=True))
+        # A value that is the same on all ranks is saved from the lowest rank.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         return partial(
             dcp.save,
@@ -93,52 +116,61 @@ class TorchState(State):
         )
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
-        """Put a state back that was written by all ranks of a worker group, of any size.
+        """Restore the modules, optimizers and other parts from a checkpoint that any number of ranks has written.
 
-        With ``only_these`` it may have parts that are not here, such as the optimizer's when a model is evaluated.
+        Call it on all ranks.
+
+        Args:
+            directory: Folder of the checkpoint.
+            only_these: Ignore further parts of the checkpoint, such as the optimizer when a model is evaluated. If
+                False, these raise an error.
 
         Raises:
-            StateMismatchError: The checkpoint is of another model; names what is missing, too much or of another shape.
+            StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
         self.prepare()
         for optimizer in self._optimizers.values():
-            optimizer.zero_grad()  # with gradients torch would not make the state that is read into
-        current, metadata = self._current(), dcp.FileSystemReader(directory).read_metadata()
-        saved = metadata.state_dict_metadata.items()
-        there = {name: one for name, one in saved if not only_these or name.partition(".")[0] in current}
-        begun = {path[:3] for path in metadata.planner_data.values()}
-        for name in self._module_of:  # a parameter that has had no gradient yet has no state
+            optimizer.zero_grad()  # with gradients, torch would not create the state to read into
+        current = self._state_dict()
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+        tensors = metadata.state_dict_metadata.items()
+        saved = {name: tensor for name, tensor in tensors if not only_these or name.partition(".")[0] in current}
+        with_state = {path[:3] for path in metadata.planner_data.values()}
+        for name in self._module_of:  # a parameter that had no gradient yet has no state
             states = current[name]["state"].items()
-            current[name]["state"] = {of: state for of, state in states if (name, "state", of) in begun}
-        StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(there))
+            current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
+        StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(saved))
         dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
         for name, optimizer in self._optimizers.items():
-            module, known = self._module_of[name], set(current[name]["state"])
-            sharded.set_optimizer_state_dict(module, optimizer, current[name], options=_LENIENT)
-            for own, parameter in module.named_parameters():
-                if not sharded._get_fqns(module, own) & known:
-                    optimizer.state.pop(parameter, None)
+            self._load_optimizer(self._module_of[name], optimizer, current[name])
         for name, part in self._others.items():
             part.load_state_dict(current[name][0] if isinstance(current[name], tuple) else current[name])
 
-    def _current(self, to_save: bool = False) -> dict[str, Any]:
+    def _load_optimizer(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+        names = set(saved["state"])
+        sharded.set_optimizer_state_dict(module, optimizer, saved, options=_LENIENT)
+        for name, parameter in module.named_parameters():
+            if not sharded._get_fqns(module, name) & names:
+                optimizer.state.pop(parameter, None)
+
+    def _state_dict(self, to_save: bool = False) -> dict[str, Any]:
         state = {name: sharded.get_model_state_dict(module) for name, module in self._modules.items()}
         for name, optimizer in self._optimizers.items():
-            has_begun = bool(optimizer.state)
+            has_state = bool(optimizer.state)
             state[name] = sharded.get_optimizer_state_dict(self._module_of[name], optimizer)
-            if to_save and not has_begun:  # torch has made a state for it, by a step that counts
+            if to_save and not has_state:  # remove the state that torch has created by a step
                 optimizer.state.clear()
                 state[name]["state"] = {}
         for name, part in self._others.items():
-            of_part = part.state_dict()
-            is_sharded = any(isinstance(one, DTensor) for one in flatten_state_dict({name: of_part})[0].values())
-            # What is in a tuple is kept as it is: else keys become texts, and None and lists must be as in the file.
-            state[name] = of_part if is_sharded else (of_part,)
+            values = part.state_dict()
+            is_sharded = any(isinstance(value, DTensor) for value in flatten_state_dict({name: values})[0].values())
+            # torch saves a tuple as it is. In a dict it would change keys to strings, and require equal None and lists.
+            state[name] = values if is_sharded else (values,)
         return state
 
 
 def _shapes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the shapes of tensors, and of what describes saved ones; of what is none, ()."""
-    return {name: tuple(getattr(one, "shape", getattr(one, "size", ()))) for name, one in values.items()}
+    """Return the shape of each value by its name: of a tensor, or of its metadata in a checkpoint; () for others."""
+    return {name: tuple(getattr(value, "shape", getattr(value, "size", ()))) for name, value in values.items()}

@@ -1,17 +1,18 @@
-"""A train loop that can be interrupted anywhere: it sees every sample once, and saves at the right moment."""
+"""The session of a train loop: orders the samples, saves and reports, and restores the loop after a restart."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,87 +20,138 @@ from prefect_elastic_train.loop import context as run
 from prefect_elastic_train.loop.batches import length_of, load
 from prefect_elastic_train.loop.cadence import Cadence
 from prefect_elastic_train.loop.ledger import Ledger, combine
-from prefect_elastic_train.loop.notice import ask, local_context, train_context
+from prefect_elastic_train.loop.metrics import StepMetrics
 from prefect_elastic_train.loop.order import Indices, SampleOrder, StepBatches
-from prefect_elastic_train.loop.parts import rank_file
-from prefect_elastic_train.loop.scratch import ScratchFolder, remove_left_folders
+from prefect_elastic_train.loop.rank_files import missing_rank_files_message, rank_file
+from prefect_elastic_train.loop.restart_notice import local_context, poll_restart, train_context
+from prefect_elastic_train.loop.scratch_folder import ScratchFolder, remove_abandoned_folders
 from prefect_elastic_train.loop.state import State, random_state, restore_random_state, seed_everything
 
 logger = logging.getLogger(__name__)
 
-SESSION_FILE = "loop.json"
-#: The shortest and longest time between two reports without a checkpoint, and as many times what the last one took: it
-#: waits for Ray Train's controller. And how long a save may wait for the one before it to be uploaded.
-_REPORT_SECONDS, _REPORT_TIMES, _WRITE_SECONDS = (5.0, 100.0), 200.0, 3600.0
+SESSION_FILE = "loop.json"  # file of a checkpoint, with the session's metadata
+#: Shortest and longest time between two reports without a checkpoint, in seconds.
+_REPORT_SECONDS = (5.0, 100.0)
+#: Within these, the time between two reports as a multiple of a report's duration. It waits for Ray's controller.
+_REPORT_TIMES = 200.0
+_WRITE_SECONDS = 3600.0  # timeout of a save that waits for the upload of the save before
 
-_SAVED_IN_A_ROW = 2  # consecutive steps with a score that are saved; with more, the score is one of every step
-
-current: Session | None = None  # of this process, for those who look on from outside
+#: Module state, read from outside to show the loop's progress: the session of this worker process.
+current: Session | None = None
 
 
 class LoopError(RuntimeError):
-    """A loop does not use its session as it must be used; says what to change."""
+    """A train loop uses its session in a wrong way. The message contains the remedy."""
 
 
 def read_about(directory: str | Path) -> dict[str, Any]:
-    """Return what a session has noted in a checkpoint: ``step`` and ``epoch`` (those that are done), and more."""
-    if not (file := Path(directory, SESSION_FILE)).exists():
-        raise LoopError(f"the checkpoint {directory} is no session's: it has no {SESSION_FILE}")
+    """Return the metadata that a session has written into a checkpoint, such as the number of steps done.
+
+    Args:
+        directory: Folder of the checkpoint.
+
+    Returns:
+        A dict with ``step`` and ``epoch`` (steps and epochs that are done), ``world_size``, ``order`` (the arguments of
+        :class:`SampleOrder`) and ``seen`` (samples seen by the run), among others.
+
+    Raises:
+        LoopError: The checkpoint was not written by a session, or is incomplete.
+
+    Example::
+
+        with checkpoint_directory(result.checkpoint_uri) as directory:
+            epoch = loop.read_about(directory)["epoch"]
+    """
+    file = Path(directory, SESSION_FILE)
+    if not file.exists():
+        raise LoopError(f"the checkpoint {directory} was not written by a session: it has no {SESSION_FILE}")
+    if missing := missing_rank_files_message(os.listdir(directory)):
+        raise LoopError(
+            f"the checkpoint {directory} is incomplete: {missing}. "
+            "Start from another one, or train under a new run_name"
+        )
     about: dict[str, Any] = json.loads(file.read_text())
-    for rank in range(about["world_size"]):
-        if not (part := rank_file(directory, rank, about["world_size"])).exists():
-            raise LoopError(
-                f"the checkpoint {directory} is incomplete, or of an earlier version of this package: "
-                f"it has no {part.name}. Start from another one, or train under a new run_name"
-            )
     return about
 
 
-class Session(AbstractContextManager["Session"]):
-    """Restores a loop from its checkpoint, if there is one, and saves it at the right moments.
+class _Decision(NamedTuple):
+    """Decision of rank 0 after a step: save, report, and the number of steps that rank 0 has done."""
 
-    All ranks must enter its ``with``, and go through the same steps.
+    save: bool
+    report: bool
+    done: int
+
+
+class Session(AbstractContextManager["Session"]):
+    """Context manager that makes a train loop resumable. :data:`loop.session` is this class.
+
+    On creation it restores the loop from the newest checkpoint, if there is one. :meth:`batches` yields each rank its
+    share of each global batch, :meth:`step` reports and saves. All ranks must create the session and do the same steps.
+
+    A loop saves at the interval ``save_every``. It also saves before each announced restart of the worker group, before
+    the training's ``timeout_seconds`` are over, and at its end. Checkpoints are uploaded in the background.
 
     Args:
-        state: What is saved and restored, such as ``TorchState(model=model, optimizer=optimizer)``.
-        steps: Optimizer steps that this run does, from 1; those before another run's checkpoint that it started from
-            (``resume_from``) come on top.
-        global_batch: Samples of an optimizer step, over all workers: at least as many as there are workers.
-        seed: Seed of the order of samples, and of the random state where that cannot be restored.
-        save_every: A number of steps, seconds such as ``"90s"``, or ``"auto"``: as often as the failures of this run
-            and the cost of a save make worthwhile. Besides, a loop saves before each restart that is announced, before
-            the training's ``timeout_seconds`` are over, and at its end.
-        save_within: The shortest and the longest interval that ``"auto"`` may choose, in seconds.
-        means: Names of the metrics that are reported as their mean over the steps since the last report. All others,
-            such as learning rates, counters and evaluations, are reported by their last value.
-        save_scored: Whether a step that reports the score (``CheckpointPolicy.score_attribute``) is saved, so that
-            the checkpoint has the weights that were scored. A score that is reported at every step causes no saves
-            from the third step in a row on.
-        mesh: The torch ``DeviceMesh`` of the dimension along which the data is divided, such as ``mesh["dp"]``. Ranks
-            that differ only in another dimension, such as tensor parallel, get the same samples. Default: every rank
-            has its own share.
+        state: State to save and restore, such as ``TorchState(model=model, optimizer=optimizer)``.
+        steps: Optimizer steps of this run, at least 1. Steps of another run, from whose checkpoint this run started
+            (``resume_from``), are not included.
+        global_batch: Samples of an optimizer step, over all workers; at least the number of workers.
+        seed: Random seed of the sample order. Also seeds the global random generators of Python, numpy and torch at the
+            start, and after a restart with another number of workers, when they cannot be restored.
+        save_every: Interval between saves: an int is a number of steps, a string such as ``"90s"`` a number of seconds.
+            ``"auto"`` computes the interval from the failures of this run and the measured cost of a save.
+        save_within: Shortest and longest interval that ``"auto"`` chooses, in seconds.
+        means: Names of metrics that are reported as their mean over the steps since the last report. Others, such as
+            learning rates and evaluations, are reported by their last value.
+        save_scored: Save each step that reports the score (``CheckpointPolicy.score_attribute``), so that the
+            checkpoint has the weights that were scored. If the score is reported at every step, only the first two
+            steps are saved for it.
+        mesh: The torch ``DeviceMesh`` of the data parallel dimension, such as ``mesh["dp"]``. Ranks that differ only in
+            another dimension, such as tensor parallel, get the same samples. Default: each rank has its own share.
 
     Attributes:
-        done, end: Optimizer steps that are done, by all worker groups of the run, and that are when the loop ends.
-        rank, world_size: This worker's rank, and how many there are.
-        most_workers: Number of workers for which a step has samples; with more, a session is refused.
-        weight: The weight of this rank's mean over the current batch. Means that are multiplied by it, summed over the
-            batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
-        samples: The indices of the current batch's samples.
-        is_last_part: Whether the current batch is the last of its step.
-        began_at: Start of this worker's first step in the session, in seconds since the epoch; 0.0 until it is known.
-            With :meth:`batches` it is the time at which the first batch was yielded. Without, it is the time at which
-            the session was created, and becomes known with the first call of :meth:`step`.
-        began_from: Optimizer steps that were done before this worker's first step.
-        cadence: What decides when to save.
+        done: Optimizer steps that are done, by all worker groups of the run.
+        end: Value of ``done`` at which the loop ends.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        most_workers: Largest number of workers with at least one sample each in a step.
+        weight: Weight of this rank's mean over the current batch. Multiply the mean by it, sum over the batches of a
+            step (or of :meth:`once`), and average over the ranks, to get the mean over all samples.
+        samples: Indices of the current batch's samples, an int64 array.
+        is_last_part: True if the current batch is the last of its step.
+        began_at: Start of this worker's first step, in seconds since the epoch; 0.0 before. It is the time of the first
+            batch from :meth:`batches`, or, without, the time at which the session was created.
+        began_from: Value of ``done`` before this worker's first step.
+        cadence: The :class:`Cadence` that decides when to save.
 
     Raises:
         ValueError: An argument is out of range.
-        TypeError: The samples of the dataset cannot be read by position, such as those of a stream.
-        StateMismatchError: The checkpoint is of another model.
+        TypeError: The dataset cannot be read by index, such as a stream.
+        StateMismatchError: The checkpoint has other parts or shapes than the state.
         LoopError: The ranks are not at the same step, :meth:`step` was not called after a batch, the dataset has
-            changed, or the loop has had a session before: a checkpoint holds the position of one session only.
+            changed, or the loop had a session before: a checkpoint holds the position of one session.
+
+    Example::
+
+        state = loop.TorchState(model=model, optimizer=optimizer)
+        with loop.session(state, steps=1000, global_batch=256, seed=0) as session:
+            for inputs, targets in session.batches(dataset):
+                loss = loss_of(model(inputs), targets) * session.weight
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                session.step({"loss": loss})
     """
+
+    done = 0
+    weight = 1.0
+    samples: Indices = np.zeros(0, dtype=np.int64)
+    is_last_part = True
+    began_at = 0.0
+    _order: SampleOrder | None = None
+    _in_batches = False  # the loop is working on a batch of `batches`
+    _is_open = False  # the last step is not yet saved or reported
+    _must_save = False  # the last step must be saved
 
     def __init__(
         self,
@@ -115,114 +167,144 @@ class Session(AbstractContextManager["Session"]):
         mesh: Any = None,
     ) -> None:
         global current
-        context, experiment = train_context(), ""
-        #: Whether checkpoints can be saved: False in Ray Train's local mode and outside of Ray Train.
-        self._can_save = context is not None
-        context = context or local_context()
-        self._ray: Any = None
-        self.rank = 0
-        self.world_size = 1
-        if context is not None:
-            self._ray = import_module("ray.train")
-            self.rank = context.get_world_rank()
-            self.world_size = context.get_world_size()
-            experiment = context.get_experiment_name()
-        known = run.current or run.RunContext(experiment, experiment, 1, "", "")  # under plain Ray Train, and outside
-        self.cadence = Cadence(save_every, save_within, known.failures, known.trained_seconds, known.ends_at)
         for name, value in (("steps", steps), ("global_batch", global_batch)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
         if isinstance(means, str):
             raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
+        self._state = state
+        self._global_batch = int(global_batch)
+        self._seed = int(seed)
+        self._save_scored = save_scored
+        experiment = self._find_ray()
+        context = run.current or run.RunContext(experiment, experiment, 1, "", "")
+        # The name is the id in a checkpoint that was written under plain Ray Train.
+        self._run_ids = (context.run_id, context.run_name)
+        self.cadence = Cadence(save_every, save_within, context.failures, context.trained_seconds, context.ends_at)
         if self._can_save and current is not None and current._can_save:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
-        data_ranks = [*range(self.world_size)] if mesh is None else mesh.mesh.flatten().tolist()
-        #: Index of this rank's share and number of shares; whether this rank records the samples of its share.
-        self._share = self.rank if mesh is None else data_ranks.index(mesh.get_rank()), len(data_ranks)
-        self._counts = 0 in data_ranks
-        self.most_workers = int(global_batch) * self.world_size // len(data_ranks)
-        if global_batch < len(data_ranks):
-            raise ValueError(
-                f"global_batch={global_batch} is below the {len(data_ranks)} workers, each of which needs a sample"
-                f" of every step. Make it larger, or train with max_workers={global_batch}"
-            )
-        self._state, self._seed, self._global_batch = state, int(seed), int(global_batch)
-        self._order: SampleOrder | None = None
-        self._about: dict[str, Any] = {"run": known.run_id, "began_at": 0, "seen": 0}  # said in checkpoints
-        self.done, self.weight, self.samples, self.is_last_part = 0, 1.0, np.zeros(0, dtype=np.int64), True
-        self._ledger, self._taken, self._writing = Ledger(), list[Indices](), threading.Lock()
-        #: Sum of each metric since the last report and number of its values (0: not a number); metrics of that report.
-        self._metrics, self._reported = dict[str, tuple[Any, int]](), dict[str, Any]()
-        self._run = known.run_id, known.run_name  # the name, in a checkpoint that plain Ray Train has written
-        self._score = known.score_attribute
-        self._means, self._save_scored = frozenset(means) - {self._score}, save_scored
-        #: Steps of the last score and of the last report; number of consecutive steps with a score, up to the last one.
-        self._scored_at = self._reported_at = self._scores_in_a_row = 0
-        #: The last step is not yet saved or reported; it must be saved; it has a score, and not every step has one. The
-        #: loop is working on a batch of `batches`.
-        self._is_open = self._must_save = self._has_score = self._in_batches = False
-        remove_left_folders()
-        seed_everything(seed, 0, self._share[0])  # alike where the data is
+        self._set_share(mesh)
+        self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
+        self._metrics = StepMetrics(means, context.score_attribute, warn=self.rank == 0)
+        self._ledger = Ledger()
+        self._step_samples: list[Indices] = []  # samples of the current step
+        self._writing = threading.Lock()  # locked until a checkpoint is uploaded
+        remove_abandoned_folders()
+        seed_everything(seed, 0, self._share[0])  # ranks with the same samples get the same random numbers
         if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
             self._restore(checkpoint)
-        self.began_at, self.began_from, self._entered_at = 0.0, self.done, time.time()
-        self._saved, self.end, self._report_at = self.done, self._about["began_at"] + int(steps), time.monotonic()
+        self.began_from = self._saved = self.done
+        self.end = self._about["began_at"] + int(steps)
+        self._entered_at = time.time()
+        self._report_at = time.monotonic()  # time of the next report
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
 
+    def _find_ray(self) -> str:
+        """Set the session's rank and world size from Ray Train, and return the name of Ray Train's experiment.
+
+        Outside of Ray Train and its local mode, set rank 0 of 1 worker, and return an empty string.
+        """
+        self._ray: Any = None
+        self.rank = 0
+        self.world_size = 1
+        context = train_context()
+        self._can_save = context is not None  # False in Ray Train's local mode and outside of Ray Train
+        context = context or local_context()
+        if context is None:
+            return ""
+        self._ray = import_module("ray.train")
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
+        return str(context.get_experiment_name())
+
+    def _set_share(self, mesh: Any) -> None:
+        """Set this rank's share of the samples of each step, from its rank or its position in ``mesh``.
+
+        Raise ValueError if a step has fewer samples than there are shares.
+        """
+        data_ranks = [*range(self.world_size)] if mesh is None else mesh.mesh.flatten().tolist()
+        count = len(data_ranks)
+        self._share = (self.rank if mesh is None else data_ranks.index(mesh.get_rank()), count)
+        self._is_counted = 0 in data_ranks  # one of the ranks with the same samples records them
+        self.most_workers = self._global_batch * self.world_size // count
+        if self._global_batch < count:
+            raise ValueError(
+                f"global_batch={self._global_batch} is below the {count} workers, each of which needs a sample"
+                f" of every step. Make it larger, or train with max_workers={self._global_batch}"
+            )
+
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
-        """Save what is not saved yet; all ranks must come here after the same step."""
+        """Save the steps that are not saved yet, when the loop leaves the session without an error.
+
+        All ranks must leave the session after the same step.
+        """
         if error is None and self._ray is not None:
             self._must_save = self._must_save or self.done > self._saved
-            self._act(together=True, at_end=True)
+            self._save_or_report(together=True, at_end=True)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next step, from 0."""
+        """Number of the epoch that contains the next step, from 0; 0 before :meth:`batches` has begun."""
         return self._order.epoch(self.done) if self._order is not None else 0
 
     def batches(
         self, dataset: Any, *, shuffle: bool = True, drop_last: bool = False, micro_batch: int = 0, **loader: Any
     ) -> Iterator[Any]:
-        """Yield this rank's share of each step's samples, until the loop ends; call :meth:`step` after each.
+        """Yield the batches of this rank, its share of each step's samples, until all steps are done.
+
+        Call :meth:`step` after the last batch of each step.
 
         A step is saved and reported when the loop requests the next batch, or when the session ends. So an evaluation
-        between :meth:`step` and the next batch belongs to the step: after a kill in it, both are done again.
+        between :meth:`step` and the next batch belongs to the step: if it is interrupted, both are done again.
 
         Args:
             dataset: Anything with ``__len__`` and ``__getitem__``: a map-style torch dataset, a random access source of
                 grain, arrays, a tuple or dict of arrays of one length, or a :class:`Mixture` of such.
-            shuffle, drop_last: As those of :class:`SampleOrder`.
-            micro_batch: Most samples of a batch. A step has several then: call ``backward`` for each, and the
-                optimizer and :meth:`step` where :attr:`is_last_part` is true. 0: no bound.
-            loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``. With any of them the samples
-                are loaded by it, as those of a torch dataset always are.
+            shuffle: If False, each epoch has the order of the dataset.
+            drop_last: Leave out the last step of an epoch if it has fewer samples than ``global_batch``.
+            micro_batch: Largest number of samples of a batch, for gradient accumulation. A step then has several
+                batches: call ``backward`` for each, and call the optimizer and :meth:`step` if :attr:`is_last_part`.
+                0: one batch a step.
+            loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``. If there are any, or if the
+                dataset is one of torch, the samples are loaded with it.
+
+        Yields:
+            The samples of a batch, collated as the dataset's library does: arrays, tensors, tuples or dicts of these.
+
+        Raises:
+            TypeError: The dataset cannot be read by index, or an option of the loader is not allowed.
+            LoopError: The dataset, ``shuffle`` or ``drop_last`` differ from those of the checkpoint, or :meth:`step`
+                was not called after a batch.
         """
         order = SampleOrder(length_of(dataset), self._global_batch, self._seed, shuffle, drop_last)
         before = SampleOrder(**self._about.setdefault("order", asdict(order)))
         if before != order:
             raise LoopError(
-                f"the checkpoint was written with {before}, and this is {order}: "
-                "it is unknown which samples were seen. Give the same dataset, global_batch, seed, shuffle and "
+                f"the checkpoint was written with {before}, and this is {order}, "
+                "so it is unknown which samples were seen. Give the same dataset, global_batch, seed, shuffle and "
                 "drop_last, or train under a new run_name"
             )
         self._close_step()
-        self._order, self._taken = order, []
+        self._order = order
+        self._step_samples = []
         sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch)
-        for (step, part, parts), (samples, batch) in zip(sampler.places(), load(dataset, sampler, loader), strict=True):
+        loaded = load(dataset, sampler, loader)
+        for (step, part, parts), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
             if self.done != step:
                 raise LoopError(
-                    f"rank {self.rank} asks for the batch of step {step}, and has done {self.done} steps: "
+                    f"rank {self.rank} requested the batch of step {step}, but has done {self.done} steps: "
                     "call session.step() once for each batch, after the optimizer's step"
                 )
-            self.samples, self.is_last_part = samples, part == parts - 1
+            self.samples = samples
+            self.is_last_part = part == parts - 1
             self.weight = order.weight(step, *self._share, part, parts)
-            self._taken.append(samples if self.weight and self._counts else samples[:0])
+            self._step_samples.append(samples if self.weight and self._is_counted else samples[:0])
             self.began_at = self.began_at or time.time()
             self._in_batches = True
             try:
@@ -232,117 +314,124 @@ class Session(AbstractContextManager["Session"]):
             self._close_step()
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
-        """Yield this rank's share of a whole dataset, for an evaluation; ``batch`` counts the samples over all ranks.
+        """Yield this rank's share of a whole dataset once, in its order, for an evaluation.
 
         ``sum(mean(batch) * session.weight for batch in session.once(...))``, averaged over the ranks, is the mean over
         the dataset. If the last batch has fewer samples than there are ranks, a rank without a share gets one sample of
-        weight 0. ``weight`` and ``samples`` are those of the evaluation until the iterator has ended or is closed, and
-        then those of the training batch again: so do not use a training batch while an evaluation goes on.
+        weight 0. :attr:`weight` and :attr:`samples` belong to the evaluation until the iterator ends or is closed, and
+        then to the training batch again. Do not use a training batch during an evaluation.
+
+        Args:
+            dataset: As in :meth:`batches`.
+            batch: Samples of a batch, over all ranks.
+            loader: As in :meth:`batches`.
         """
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
         sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)
-        of_training = self.weight, self.samples
+        of_training = (self.weight, self.samples)
         try:
-            for step, (self.samples, found) in enumerate(load(dataset, sampler, loader)):
+            for step, (self.samples, samples) in enumerate(load(dataset, sampler, loader)):
                 begin, end = order.bounds(step, *self._share)
                 self.weight = (end - begin) * self._share[1] / order.length
-                yield found
+                yield samples
         finally:
             self.weight, self.samples = of_training
 
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
-        """Count an optimizer step as done; save it if it is time, and report it now and then.
+        """Record an optimizer step as done.
+
+        The session saves it if a save is due, and reports at most every few seconds.
 
         Args:
-            metrics: Values to report; those of rank 0 count. ``step``, ``total_steps``, ``epoch`` and ``samples`` are
-                added. Report the score on all ranks or on none, since all ranks save together.
-            save: Whether to save this step in any case; the same on all ranks.
+            metrics: Metrics to report; those of rank 0 are used. Numbers may be tensors or arrays with one element.
+                ``step``, ``total_steps``, ``epoch`` and ``samples`` are added. Report the score on all ranks or on
+                none, since all ranks save together; ranks other than 0 may report None. Leave it out at steps without
+                an evaluation.
+            save: Save this step in any case. Must be the same on all ranks.
         """
         if self._order is not None and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
         self._close_step()
         self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
-        taken, self._taken = self._taken, []
         self.began_at = self.began_at or self._entered_at
-        self.done += 1
         if self._ray is not None:
-            self._ledger.add(np.concatenate([self.samples[:0], *taken]), self.done - 1)
-        self._note(metrics, save)
+            self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
+        self._step_samples = []
+        self.done += 1
+        self._open_step(metrics, save)
         if not self._in_batches:
             self._close_step()
 
     def save(self, metrics: dict[str, Any] | None = None) -> None:
-        """Save now, with more metrics of the step just done, such as an evaluation's; all ranks must call this."""
-        self._note(metrics, save=True)
+        """Save a checkpoint now. Call it on all ranks.
+
+        Args:
+            metrics: Further metrics of the last step, such as those of an evaluation.
+        """
+        self._open_step(metrics, save=True)
         self._close_step()
 
-    def _note(self, metrics: dict[str, Any] | None, save: bool) -> None:
-        for name, value in (metrics or {}).items():
-            if self._is_score(name, value) and self._scored_at < self.done:
-                self._scores_in_a_row = self._scores_in_a_row + 1 if self._scored_at == self.done - 1 else 1
-                self._has_score, self._scored_at = self._scores_in_a_row <= _SAVED_IN_A_ROW, self.done
-                if self._scores_in_a_row == _SAVED_IN_A_ROW + 1 and value is None and self.rank == 0:
-                    logger.warning("%s is None at each step: leave it out where nothing is evaluated", name)
-            with suppress(Exception):  # not an array with a single number
-                value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
-            if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
-                wide = value.detach() if hasattr(value, "detach") else value
-                if getattr(value, "itemsize", 8) < 4:  # half precision would not hold the sum of many
-                    wide = wide.float() if hasattr(wide, "float") else wide.astype("float32")
-                total, count = self._metrics.get(name, (0.0, 0)) if name in self._means else (0.0, 0)
-                self._metrics[name] = total + wide if count else wide, count + 1
-            else:
-                self._metrics[name] = value, 0
-        self._is_open, self._must_save = True, self._must_save or save
-
-    def _is_score(self, name: str, value: Any) -> bool:
-        """True for the score, and for a mapping that contains it: Ray names that score ``outer/inner``."""
-        is_outer = name == self._score.partition("/")[0] and isinstance(value, Mapping | None)
-        return name == self._score or is_outer
+    def _open_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
+        """Add metrics to the last step, and mark the step as not yet saved or reported; ``save``: it must be saved."""
+        self._metrics.add(metrics or {}, self.done)
+        self._is_open = True
+        self._must_save = self._must_save or save
 
     def _close_step(self) -> None:
-        """Save or report the step just done, unless that has happened."""
+        """Save or report the last step if rank 0 decides to. Do nothing if that is decided already."""
         if self._is_open and self._ray is not None:
+            has_score = self._metrics.has_score
             is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
-            self._must_save = self._must_save or (self._has_score and self._save_scored)
-            self._act(together=is_due or self._must_save or self._has_score)
+            self._must_save = self._must_save or (has_score and self._save_scored)
+            self._save_or_report(together=is_due or self._must_save or has_score)
         self._is_open = False
 
-    def _act(self, together: bool, at_end: bool = False) -> None:
-        """Save or report if rank 0 decides so.
+    def _save_or_report(self, together: bool, at_end: bool = False) -> None:
+        """Save a checkpoint, or report metrics without one, if rank 0 decides to, or if a restart is announced.
 
-        Each save begins with a broadcast of rank 0's step, so that ranks at other steps raise instead of hanging.
+        Each save begins with a broadcast of rank 0's step, so that ranks at other steps raise an error and do not hang.
+
+        Args:
+            together: Broadcast rank 0's decision in any case. It must be the same on all ranks.
+            at_end: The loop has ended, so an announced restart is no reason to save.
         """
-        restart, decided = ask(self._decide, together)
-        saves, reports, at = decided or (False, False, self.done)
-        if at != self.done:
+        # A plain tuple: the process that Ray broadcasts with need not be able to import this package.
+        restart, decided = poll_restart(lambda: tuple(self._decide()), together)
+        decision = _Decision(*decided) if decided else _Decision(False, False, self.done)
+        if decision.done != self.done:
             raise LoopError(
-                f"rank {self.rank} has done {self.done} steps, and rank 0 {at}: all must call session.step() and "
-                "session.save() equally often, report the score on all ranks or none, and leave the loop after the "
-                "same step"
+                f"rank {self.rank} has done {self.done} steps, and rank 0 {decision.done}: all must call "
+                "session.step() and session.save() equally often, report the score on all ranks or none, and leave "
+                "the loop after the same step"
             )
-        if saves or (restart and not at_end):
+        if decision.save or (restart and not at_end):
             self._save(restart)
-        elif reports:
+        elif decision.report:
             self._report()
-        self._is_open = self._must_save = self._has_score = False
+        self._is_open = self._must_save = self._metrics.has_score = False
 
-    def _decide(self) -> tuple[bool, bool, int]:
-        """Return, on rank 0, whether it is time to save and to report, and the steps that it has done."""
-        idle, late = not self._writing.locked(), time.monotonic() >= self._report_at
-        is_due = self.cadence.due(self.done) and self.done > self._saved and (idle or self.cadence.steps > 0)
-        saves = self._can_save and (is_due or self._must_save)
-        if self._has_score and not (saves or self._save_scored):
-            logger.warning("%s of step %d has no checkpoint to rank: save_scored=False", self._score, self.done)
-        return saves, (idle and late) or self._has_score or self._must_save, self.done
+    def _decide(self) -> _Decision:
+        """Return the decision to save and to report after the last step. Called on rank 0."""
+        is_idle = not self._writing.locked()
+        is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
+        save = self._can_save and (is_due or self._must_save)
+        report = (is_idle and time.monotonic() >= self._report_at) or self._metrics.has_score or self._must_save
+        if self._metrics.has_score and not (save or self._save_scored):
+            logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
+        return _Decision(save, report, self.done)
 
     def _save(self, announced: bool = False) -> None:
+        """Save a checkpoint and report it. It is uploaded in the background, unless a restart is announced.
+
+        Args:
+            announced: True if a restart of the worker group waits for this checkpoint.
+        """
         began = time.monotonic()
         if not self._writing.acquire(timeout=_WRITE_SECONDS):  # the copy is overwritten next
-            raise LoopError(f"a checkpoint was not uploaded within {_WRITE_SECONDS:.0f} s; is the storage in order?")
+            raise LoopError(f"a checkpoint was not uploaded within {_WRITE_SECONDS:.0f} s. Check the storage")
         folder = ScratchFolder()
         write_state = self._state.stage(folder.path)
-        own = {"random": np.array(random_state().encode()), **self._ledger.close(self.done)}
+        rank_arrays = {"random": np.array(random_state().encode()), **self._ledger.flush(self.done)}
         about = {
             **self._about,
             "step": self.done,
@@ -351,17 +440,19 @@ class Session(AbstractContextManager["Session"]):
             "trained": self.cadence.trained(),
             "failures": self.cadence.failures,
             "announced": announced,
-            "scored": (self._scored_at, self._scores_in_a_row),
+            "scored": (self._metrics.scored_at, self._metrics.scores_in_a_row),
             "cost": (self.cadence.blocked, self.cadence.background),
         }
-        context, staged_at, written = self._ray.get_context(), time.monotonic(), threading.Event()
+        context = self._ray.get_context()
+        staged_at = time.monotonic()
+        written = threading.Event()
 
         def upload(checkpoint: Any, name: str) -> Any:
             if not written.is_set():  # Ray Train may repeat an upload, on this rank alone
                 if self.rank == 0:
                     Path(folder.path, SESSION_FILE).write_text(json.dumps(about))
                 write_state()
-                np.savez(rank_file(folder.path, self.rank, self.world_size), **own)
+                np.savez(rank_file(folder.path, self.rank, self.world_size), **rank_arrays)
                 written.set()
             uploaded = context.get_storage().persist_current_checkpoint(checkpoint, name)
             folder.remove()
@@ -370,53 +461,51 @@ class Session(AbstractContextManager["Session"]):
             return uploaded
 
         self._saved = self.done
-        self._report(self._ray.Checkpoint.from_directory(folder.path), upload, now=announced)
-        # A loop that was asked to save stands still until it is restarted, which is no cost of saving.
+        self._report(self._ray.Checkpoint.from_directory(folder.path), upload, synchronous=announced)
+        # Before a restart, the report waits until the worker is restarted. That time is not a cost of saving.
         self.cadence.saved(self.cadence.blocked if announced else time.monotonic() - began)
 
-    def _report(self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, now: bool = False) -> None:
-        metrics = {name: float(total / count) if count else total for name, (total, count) in self._metrics.items()}
-        if self._reported_at == self.done:  # a second report of the same step repeats the metrics of the first
-            metrics = self._reported | metrics
-        if self._scored_at != self.done:  # the score is that of other weights
-            metrics = {name: value for name, value in metrics.items() if not self._is_score(name, value)}
-        self._reported, self._reported_at = metrics, self.done
+    def _report(
+        self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, synchronous: bool = False
+    ) -> None:
+        """Report the metrics since the last report to Ray Train, with a checkpoint if there is one to save."""
         counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
-        began, self._metrics = time.monotonic(), {}
-        # Until a restart that waits for this checkpoint there is nothing to do beside its upload.
-        mode = self._ray.CheckpointUploadMode.SYNC if now else self._ray.CheckpointUploadMode.ASYNC
+        began = time.monotonic()
+        modes = self._ray.CheckpointUploadMode
         self._ray.report(
-            metrics | counts,
+            self._metrics.collect(self.done) | counts,
             checkpoint,
-            checkpoint_upload_mode=mode,
+            checkpoint_upload_mode=modes.SYNC if synchronous else modes.ASYNC,
             checkpoint_upload_fn=upload,
             delete_local_checkpoint_after_upload=False,
         )
-        self._report_at = (ended := time.monotonic()) + np.clip(_REPORT_TIMES * (ended - began), *_REPORT_SECONDS)
+        ended = time.monotonic()
+        self._report_at = ended + np.clip(_REPORT_TIMES * (ended - began), *_REPORT_SECONDS)
 
     def _restore(self, checkpoint: Any) -> None:
+        """Restore state, step, random states and ledger from a checkpoint of this run or of another run."""
         with checkpoint.as_directory() as directory:
             about = read_about(directory)
             self._state.read(directory)
             self.done = about["step"]
-            self._scored_at, self._scores_in_a_row = about["scored"]
+            self._metrics.scored_at, self._metrics.scores_in_a_row = about["scored"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             if about["world_size"] == self.world_size:
-                with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as own:
-                    restore_random_state(own["random"].item())
+                with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as arrays:
+                    restore_random_state(arrays["random"].item())
             else:
                 seed_everything(self._seed, self.done, self._share[0])
             self._ledger = Ledger(self.done)
-            if about["run"] not in self._run:  # of another run: this one begins here
+            if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
                 self._about["began_at"] = self.done
                 return
             self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
-            if run.current is None:  # which would know it better
+            if run.current is None:  # under plain Ray Train, which does not count failures
                 self.cadence.failures = about["failures"] + (not about["announced"])
             self._about = {name: about[name] for name in ("run", "began_at", "seen", "order") if name in about}
             for rank in range(about["world_size"]) if self.rank == 0 else ():
-                with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as own:
-                    self._ledger.total = combine([self._ledger.total, own["total"], *own["steps"]])
+                with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as arrays:
+                    self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
 
 
 session = Session

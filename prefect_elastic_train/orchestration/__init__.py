@@ -1,1 +1,1 @@
-"""The Prefect side: the task and its retries, cancellation, the publisher, events and automations."""
+"""The Prefect side, in the flow process: the task and its retries, cancellation, the publisher, events, automations."""

@@ -1,22 +1,21 @@
 """``elastic_train``: a Prefect task that supervises driver attempts until a training has ended.
 
-The task's retries are driver restarts. It never calls ``fit()``: no driver can be retried in the process it dies in.
+The task's retries are driver restarts. The task never calls ``fit()``, because a driver cannot be restarted in a
+process that dies with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import update_wrapper
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -24,115 +23,46 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
-from typing_extensions import ParamSpec
+from typing_extensions import Unpack
 
-from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
-from prefect_elastic_train.blocks.lookup import StorageBlock
+from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
-from prefect_elastic_train.core.request import Payload
-from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
+from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 from prefect_elastic_train.orchestration.arguments import (
-    check_arguments,
-    given_blocks,
-    load_given,
+    TrainLoop,
+    TrainOptions,
+    check_options,
+    make_payload,
     make_request,
+    pickle_payload,
 )
-from prefect_elastic_train.orchestration.local import LocalTraining
-from prefect_elastic_train.orchestration.result import TrainingResult
-from prefect_elastic_train.orchestration.training import SilentEndError, Training
-
-TrainLoop = Callable[..., Any] | str
-
-_Arguments = ParamSpec("_Arguments")
+from prefect_elastic_train.orchestration.local_mode import LocalTraining
+from prefect_elastic_train.orchestration.position import count_training
+from prefect_elastic_train.orchestration.supervision import SilentEndError, Training
+from prefect_elastic_train.orchestration.training_result import TrainingResult
 
 
-class _ElasticTrain(Generic[_Arguments]):
-    """``elastic_train`` and its ``submit``, with the arguments of the function that makes a training of them."""
-
-    def __init__(self, ask: Callable[_Arguments, Training]) -> None:
-        update_wrapper(self, ask)
-        self.__signature__ = inspect.signature(ask).replace(return_annotation="TrainingResult")
-        self.ask = ask
-
-    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
-        training = self.ask(*args, **kwargs)
-        with suppress(RuntimeError):  # there is no event loop, or no flow run
-            asyncio.get_running_loop()
-            get_run_logger().warning(
-                "elastic_train() blocks the event loop until the training ends: use `await aelastic_train(...)` instead"
-            )
-        with _ended_with_its_call(training):
-            result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
-        return result
-
-    def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
-        """Start the training in the flow's task runner. Takes the arguments of a call, returns a future."""
-        training: Training = self.ask(train_loop, **arguments)  # type: ignore[arg-type]
-        training.submitted = True
-        notice_interruptions()
-        future: PrefectFuture[TrainingResult] = _with_budget(_elastic_train_task, training).submit(training)
-        future.add_done_callback(lambda _: training.end())
-        return future
-
-
-@contextmanager
-def _ended_with_its_call(training: Training) -> Iterator[None]:
-    """Leave nothing of a training, and raise what its task has ended with as the flow is to have it."""
-    try:
-        yield
-        if training.stopped_by is not None:
-            raise training.stopped_by.with_traceback(None)
-    except SilentEndError as error:
-        raise Abort(str(error)) from None
-    except AttemptFailedError as error:
-        raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
-    finally:
-        training.end(sys.exc_info()[1])
-
-
-@_ElasticTrain
-def elastic_train(
-    train_loop: TrainLoop,
-    *,
-    train_loop_config: Any = None,
-    framework: str = "torch",
-    scaling: ElasticScaling | str | None = None,
-    failures: FailureBudget | str | None = None,
-    checkpoints: CheckpointPolicy | str | None = None,
-    storage: StorageBlock | str | Path | None = None,
-    cluster: RayCluster | str | None = None,
-    datasets: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
-    run_name: str | None = None,
-    resume: bool = False,
-    resume_from: str | None = None,
-    torch_config: Any = None,
-    jax_config: Any = None,
-    dataset_config: Any = None,
-    validation_config: Any = None,
-    worker_runtime_env: dict[str, Any] | None = None,
-    timeout_seconds: float | None = None,
-    local: bool = False,
-) -> Training:
+class _ElasticTrain:
     """Train, and return when the loop has returned on all ranks.
 
     Args:
-        train_loop: A Ray Train loop: a function of no argument or of the config, or its import path
+        train_loop: A Ray Train loop: a function with no parameter or with the config, or its import path
             ``"package.module:function"``.
         train_loop_config: Passed to the loop: a dict, dataclass, pydantic model or anything that can be pickled.
-            Default none.
-        framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default ``"torch"``.
-        scaling: Workers, as a block or the name of a saved one. Default, as of the next four: the saved block
+            Default: None.
+        framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default: ``"torch"``.
+        scaling: The workers, as a block or the name of a saved one. Default, also for the next four: the saved block
             that the settings name (``default_scaling`` and so on), else one CPU worker.
-        failures: How much may fail. Default without a setting: 3 worker failures and 3 driver restarts.
-        checkpoints: Which checkpoints are kept. Default without a setting: all.
-        storage: Where the run directory goes; also a directory (``"./runs"``, ``Path("runs")``) or a URL
-            (``"s3://bucket/runs"``, with the ambient credentials). Default without a setting: ``~/elastic_train_runs``.
+        failures: The failures to tolerate. Default without a setting: 3 worker failures and 3 driver restarts.
+        checkpoints: The checkpoints to keep. Default without a setting: all.
+        storage: The storage of the run directory; also a directory (``"./runs"``, ``Path("runs")``) or a URL
+            (``"s3://bucket/runs"``, with ambient credentials). Default without a setting: ``~/elastic_train_runs``.
         cluster: The Ray cluster. Default without a setting: a local one for this training.
-        datasets: Ray Data datasets by name, functions that make them, or one function that makes all.
-        run_name: Name of the run. Default: the flow's name and the first 8 characters of the flow run id,
-            and from the second training of a flow run on its number.
-        resume: Take over a run that belongs to another flow run. Default False.
+        datasets: Ray Data datasets by name, functions that make them, or one function that makes all. Default: none.
+        run_name: Name of the run. Default: the name of the flow and the first 8 characters of the flow run id, from
+            the second training of a flow run on with its number.
+        resume: Take over a run that belongs to another flow run. Default: False.
         resume_from: Start a new run from the checkpoint of another: ``"<run>"`` for its latest,
             ``"<run>@best"``, or ``"<run>@<checkpoint>"``. ``"latest"``: from the best checkpoint of the newest
             run that the same training of an earlier flow run of this deployment (without one: of this flow) has
@@ -142,68 +72,117 @@ def elastic_train(
         dataset_config: Ray's ``DataConfig``.
         validation_config: Ray's ``ValidationConfig``.
         worker_runtime_env: Ray runtime environment of the workers.
-        timeout_seconds: Seconds from now after which the training is ended and TimedOut, over all its driver
-            restarts in this flow process; what it has committed stays. Default: no bound.
+        timeout_seconds: Seconds from now after which the training is stopped and TimedOut, over all its driver
+            restarts in this flow process; its commits stay. Default: no limit.
         local: Run the loop in this process with Ray Train's local mode (``num_workers=0``), so that breakpoints work.
             Saves no checkpoint and does not retry. Blocks, ``resume``, Ray's configurations, ``worker_runtime_env`` and
             ``timeout_seconds`` are checked and then ignored; ``resume_from`` is an error. The result has the metrics
-            of the last report. Default False.
+            of the last report. Default: False.
 
     Returns:
-        What the training gives back.
+        The result of the training. ``submit`` takes the same arguments, starts the training in the flow's task runner,
+        and returns a future.
 
     Raises:
-        ConfigurationError: It cannot start as configured; nothing was started.
-        AttemptFailedError: The last attempt failed; its ``outcome`` says how.
-        TrainingTimeoutError: ``timeout_seconds`` went by.
+        ConfigurationError: The training cannot start as configured; nothing was started.
+        AttemptFailedError: The last attempt failed, with its ``outcome``.
+        TrainingTimeoutError: ``timeout_seconds`` have passed.
     """
-    check_arguments(framework, run_name, resume, resume_from, timeout_seconds)
-    get_settings()  # what is wrong with them is said now, whether or not a block is looked for
-    if isinstance(storage, Path):
-        storage = os.path.abspath(storage)
-    blocks = given_blocks(scaling=scaling, failures=failures, checkpoints=checkpoints, storage=storage, cluster=cluster)
-    ray_data = sys.modules.get("ray.data") if datasets else None
-    payload = Payload(
-        train_loop,
-        train_loop_config,
-        datasets,
-        dataset_config,
-        torch_config,
-        jax_config,
-        validation_config,
-        ray_data and ray_data.DataContext.get_current(),
-    )
-    request, place = make_request(payload, framework, run_name, resume, resume_from, worker_runtime_env)
-    return (LocalTraining if local else Training)(request, blocks, place, timeout_seconds)
+
+    def __call__(self, train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> TrainingResult:
+        training = make_training(train_loop, **options)
+        with suppress(RuntimeError):  # there is no event loop, or no flow run
+            asyncio.get_running_loop()
+            get_run_logger().warning(
+                "elastic_train() blocks the event loop until the training ends: use `await aelastic_train(...)` instead"
+            )
+        with _closing(training):
+            result: TrainingResult = _configured(_elastic_train_task, training)(training)
+        return result
+
+    def submit(self, train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> PrefectFuture[TrainingResult]:
+        """Start a training in the flow's task runner, and return a future of its result.
+
+        Takes the same arguments as :data:`elastic_train`.
+        """
+        training = make_training(train_loop, **options)
+        training.submitted = True
+        watch_signals()
+        future: PrefectFuture[TrainingResult] = _configured(_elastic_train_task, training).submit(training)
+        future.add_done_callback(lambda _: training.close())
+        return future
 
 
-async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingResult:
-    """Train like :data:`elastic_train`, without holding the event loop.
+elastic_train = _ElasticTrain()
 
-    Takes the same arguments, returns and raises the same. Cancelling the coroutine ends the training.
+
+async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> TrainingResult:
+    """Train like :data:`elastic_train`, without blocking the event loop.
+
+    Takes the same arguments, returns and raises the same. Cancelling the coroutine stops the training.
     """
-    notice_interruptions()
-    interrupts = interruptions(signal.SIGINT)
-    training = elastic_train.ask(train_loop, **arguments)
+    watch_signals()
+    interrupts = count_signals(signal.SIGINT)
+    training = make_training(train_loop, **options)
     try:
-        with _ended_with_its_call(training):
-            result: TrainingResult = await _with_budget(_aelastic_train_task, training)(training)
+        with _closing(training):
+            result: TrainingResult = await _configured(_aelastic_train_task, training)(training)
     except asyncio.CancelledError:
-        if interruptions(signal.SIGINT) > interrupts:
-            # asyncio makes a cancellation of Ctrl-C, which Prefect could not tell from the end of a machine.
+        if count_signals(signal.SIGINT) > interrupts:
+            # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
             raise KeyboardInterrupt from None
         raise
     return result
 
 
-def _with_budget(template: Any, training: Training) -> Any:
-    """Return the task with the retries of the failure budget, which the training keeps in step with what is left."""
-    failures = load_given("failures", training.blocks["failures"])
-    assert isinstance(failures, FailureBudget)
-    training.failures = failures
-    # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
+def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Training:
+    """Check the arguments of ``elastic_train``, load the blocks, and return the numbered training, not yet started."""
+    check_options(options)
+    get_settings()  # raises if a setting is not allowed, even if no block is looked up
+    values: dict[str, Any] = {argument: value for argument, value in options.items() if argument in Blocks._fields}
+    if isinstance(values.get("storage"), Path):
+        values["storage"] = os.path.abspath(values["storage"])
+    loaded = {argument: load_block(argument, values.get(argument)) for argument in Blocks._fields}
+    saved = {
+        argument: saved_name(block)
+        for argument, block in loaded.items()
+        if saved_name(block) and block is not values.get(argument)
+    }
+    payload = pickle_payload(make_payload(train_loop, options))
+    position = count_training()  # after the checks, so that a refused training is not counted
+    request = make_request(train_loop, options, payload, position)
+    training_type = LocalTraining if options.get("local") else Training
+    return training_type(request, Blocks(**loaded), saved, position, options.get("timeout_seconds"))
+
+
+@contextmanager
+def _closing(training: Training) -> Iterator[None]:
+    """Close a training when the ``with`` block ends.
+
+    Convert the error that its Prefect task has raised into the one for the flow, such as Prefect's ``Abort``.
+    """
+    try:
+        yield
+        if training.cancellation is not None:
+            raise training.cancellation.with_traceback(None)
+    except SilentEndError as error:
+        raise Abort(str(error)) from None
+    except AttemptFailedError as error:
+        raise error.with_traceback(None)  # noqa: B904 - the message is enough, and Prefect logs all frames
+    finally:
+        training.close(sys.exc_info()[1])
+
+
+def _configured(template: Any, training: Training) -> Any:
+    """Return the Prefect task ``template`` with the run's name, and with a retry for each driver restart in the budget.
+
+    The training updates the number of retries after each attempt.
+    """
+    # No delay by Prefect, which has a default in its settings: the training waits itself, and supervises the cluster.
     return template.with_options(
-        task_run_name=training.request.run_name, retries=failures.driver_restarts, retry_delay_seconds=0
+        task_run_name=training.request.run_name,
+        retries=training.blocks.failures.driver_restarts,
+        retry_delay_seconds=0,
     )
 
 
@@ -214,7 +193,7 @@ def _elastic_train_task(training: Training) -> TrainingResult | State[Any]:
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 async def _aelastic_train_task(training: Training) -> TrainingResult | State[Any]:
-    # A thread of its own: the loop's pool is small, and other trainings may fill it for weeks.
+    # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
         run = contextvars.copy_context().run
         attempt = asyncio.get_running_loop().run_in_executor(thread, run, training.attempt)

@@ -1,1 +1,1 @@
-"""Rehearsing recovery: faults on the user's own loop, and a certificate of what came of them."""
+"""Rehearsals: inject faults into a training of the user's loop, and certify that the loop recovers. Runs in the CLI."""

@@ -1,15 +1,15 @@
-"""What a rehearsal has found, as JSON, as Markdown and as a page."""
+"""Certificate of a rehearsal, as JSON, Markdown and an HTML page."""
 
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, computed_field
 
-from prefect_elastic_train.report.markdown import duration, table
+from prefect_elastic_train.report.formats import clock, duration
+from prefect_elastic_train.report.markdown import table
 
 _STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
@@ -17,13 +17,14 @@ _STYLE = (
 )
 
 
-class Played(BaseModel, frozen=True):
-    """A fault that was played.
+class InjectedFault(BaseModel, frozen=True):
+    """Fault that a rehearsal has injected, and its cost.
 
     Attributes:
-        seconds: The longest time from the fault on without a report that was further than any before.
-        redone: Reports that were done again.
-        workers: How many went on.
+        what: Description of the fault.
+        seconds: Longest time without new progress from the fault to the recovery.
+        redone: Number of reports that were repeated.
+        workers: Number of workers after the recovery.
     """
 
     kind: str
@@ -34,36 +35,45 @@ class Played(BaseModel, frozen=True):
     workers: int
 
     @property
-    def words(self) -> str:
-        """What it has come to."""
+    def outcome(self) -> str:
+        """Sentence that states if the training recovered from this fault, after how many seconds, and at which cost."""
         if not self.recovered:
             return f"NOT recovered in {self.seconds:g} s"
-        went_on = f"{self.workers} worker{'s' * (self.workers != 1)} went on after {self.seconds:g} s"
-        return f"{went_on}, {self.redone} report{'s' * (self.redone != 1)} done again"
+        return f"recovered after {self.seconds:g} s; workers: {self.workers}, repeated reports: {self.redone}"
 
 
-class Finding(BaseModel, frozen=True):
-    """What is wrong with a loop, or was not to be found out, and what to do; ``about`` is one of a few titles."""
+class Problem(BaseModel, frozen=True):
+    """Problem of the train loop or of the rehearsal, for the certificate.
 
-    level: Literal["fail", "warn"]
+    Attributes:
+        level: "fail" if the certificate cannot pass with it.
+        about: Title, one of the table in docs/rehearsal.md.
+        remedy: Advice for the user; empty if there is none.
+    """
+
+    level: Literal["fail", "warn"] = "fail"
     about: str
     message: str
     remedy: str = ""
 
     @property
-    def words(self) -> str:
-        """All of it."""
-        return f"**{self.about}** ({self.level}): {self.message}" + f". *To do:* {self.remedy}" * bool(self.remedy)
+    def markdown(self) -> str:
+        """Paragraph in Markdown with the problem and the advice for the user."""
+        remedy = f". *To do:* {self.remedy}" if self.remedy else ""
+        return f"**{self.about}** ({self.level}): {self.message}{remedy}"
 
 
 class Certificate(BaseModel):
-    """Whether a loop recovers from the faults that were rehearsed, as if nothing had happened.
+    """Result of a rehearsal: the injected faults, and the comparison with an undisturbed training.
 
     Attributes:
-        compared: What was held against the undisturbed training, in words.
-        difference: How far the state was from the undisturbed one at most, relative; None if none could be read.
-        metrics, undisturbed_metrics: What was reported last where both trainings have been.
-        samples: What the loop's own ledger says of the samples; empty without one.
+        at: Start of the rehearsal, in seconds since the epoch.
+        compared: Summary of the comparison.
+        difference: Largest relative difference of the state from the undisturbed training's; None if no state could be
+            read.
+        metrics: The last metrics that both trainings reported, from the training under faults.
+        undisturbed_metrics: The same metrics from the undisturbed training.
+        samples: Result of the sample check; empty if the loop uses no session.
     """
 
     loop: str
@@ -73,8 +83,8 @@ class Certificate(BaseModel):
     at: float
     versions: dict[str, str]
     seconds: float = 0.0
-    faults: list[Played] = []
-    findings: list[Finding] = []
+    faults: list[InjectedFault] = []
+    findings: list[Problem] = []
     compared: str = "nothing was reported"
     difference: float | None = None
     metrics: dict[str, float] = {}
@@ -84,33 +94,38 @@ class Certificate(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Whether every fault asked for was played and recovered from, and nothing is wrong with the loop."""
-        return all(one.recovered for one in self.faults) and not any(one.level == "fail" for one in self.findings)
+        """True if the loop recovered from every requested fault and no problem of level "fail" was found."""
+        has_failed = any(problem.level == "fail" for problem in self.findings)
+        return not has_failed and all(fault.recovered for fault in self.faults)
 
-    def add(self, *findings: Finding) -> None:
-        """Add what was found, each thing once."""
-        self.findings += [one for one in findings if one.about not in [known.about for known in self.findings]]
+    def add(self, *problems: Problem) -> None:
+        """Add problems to the certificate. Of several problems with one title, only the first is kept."""
+        for problem in problems:
+            if problem.about not in [known.about for known in self.findings]:
+                self.findings.append(problem)
 
     def markdown(self) -> str:
-        """The certificate as people read it."""
-        when = datetime.fromtimestamp(self.at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        versions = ", ".join(f"{name} {one}" for name, one in self.versions.items())
-        rows = [(one.kind, one.what, one.words) for one in self.faults]
-        last = [(name, str(self.undisturbed_metrics.get(name)), str(one)) for name, one in self.metrics.items()]
-        parts = [
-            f"# {self.loop} {'recovers' if self.passed else 'does NOT recover as it should'}",
-            f"Rehearsed {when} with {self.workers} workers ({self.framework}), seed {self.seed}, in "
+        """Return the certificate of the rehearsal as Markdown text."""
+        versions = ", ".join(f"{package} {version}" for package, version in self.versions.items())
+        faults = [(fault.kind, fault.what, fault.outcome) for fault in self.faults]
+        metrics = [(name, str(self.undisturbed_metrics.get(name)), str(value)) for name, value in self.metrics.items()]
+        paragraphs = [
+            f"# {self.loop} {'recovers from faults' if self.passed else 'does NOT pass the rehearsal'}",
+            f"Rehearsed on {clock(self.at)} UTC with {self.workers} workers ({self.framework}), seed {self.seed}, in "
             f"{duration(self.seconds)}; {versions}.",
-            *(one.words for one in self.findings),
-            table(("fault", "what was done", "what came of it"), rows) if rows else "",
-            f"**Against the undisturbed training:** {self.compared}",
-            table(("reported last", "undisturbed", "disturbed"), last) if last else "",
+            *(problem.markdown for problem in self.findings),
+            table(("fault", "injected", "outcome"), faults) if faults else "",
+            f"**Compared with the undisturbed training:** {self.compared}",
+            table(("last metrics", "undisturbed", "under faults"), metrics) if metrics else "",
             f"**Samples:** {self.samples}" if self.samples else "",
         ]
-        return "\n\n".join(filter(None, parts)) + "\n"
+        return "\n\n".join(filter(None, paragraphs)) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write it as JSON and as a page, named after the loop and the seed."""
+        """Write the certificate to ``folder`` as JSON and as an HTML page.
+
+        The files are named after the train loop and the random seed of the fault schedule.
+        """
         from markdown_it import MarkdownIt
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How far two trainings' checkpoints are apart. It shares no code with what wrote them, and imports nothing of it."""
+"""Comparison of two checkpoints by the arrays in their files. Imports nothing of the package, which wrote them."""
 
 from __future__ import annotations
 
@@ -10,134 +10,165 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import numpy as np
 
-Numbers = dict[str, Any]
-#: Words of names of numbers that are different each time.
-_CLOCK = re.compile(
+#: Arrays and numbers by name.
+Arrays = dict[str, Any]
+
+#: Parts of the names of metrics about time, speed, memory or load.
+_PERFORMANCE = re.compile(
     r"(?<![a-z])([a-z]*times?|timestamps?|[a-z]*seconds?|secs?|duration|elapsed|latency|speed(up)?|throughputs?|"
     r"mem(ory)?|util(ization)?|mfu|[a-z]*flops|fps|tps|[a-z]*clock)(?![a-z])|(per_|/)s(?![a-z])|_at$|[_/.](ms|msec|eta)$"
 )
 
 
-def numbers_in(folder: Path) -> Numbers:
-    """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, or none, nothing.
+class Difference(NamedTuple):
+    """Largest difference of two checkpoints, relative to the largest number of its array, and the array's name."""
 
-    Read are what torch has saved, also distributed; Orbax's stores; numpy's files; safetensors.
+    size: float
+    name: str
+
+
+def read_arrays(folder: Path) -> Arrays:
+    """Return the arrays and numbers of a checkpoint by name, from files of torch, Orbax, numpy and safetensors.
+
+    Other files, and files that cannot be read, are skipped.
     """
-    found: Numbers = {}
+    arrays: Arrays = {}
     for file in sorted(folder.rglob("*")):
         read = _READERS.get(file.name) or _READERS.get(file.suffix)
         if read is not None:
-            with suppress(Exception):  # a file of another program, or of classes or a library that are not here
-                found |= _flat(read(file), str(file.relative_to(folder)))
-    return found
+            with suppress(Exception):  # written by another program, or for a library that is not installed
+                arrays |= _flatten(read(file), str(file.relative_to(folder)))
+    return arrays
 
 
-def is_clock(name: str) -> bool:
-    """Whether a number is different each time, by its name."""
-    return bool(_CLOCK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+def is_performance_metric(name: str) -> bool:
+    """Return True if a metric measures time, speed, memory or load, according to its name.
 
-
-def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
-    """Return how far two checkpoints are apart at most, relative to the largest number of an array, and where."""
-    worst, where = 0.0, ""
-    for name, here, there in _differing(one, other):
-        if not here.ndim and is_clock(name):
-            continue
-        if here.shape != there.shape:
-            return math.inf, name
-        with np.errstate(all="ignore"):
-            gap = float(np.max(np.abs(here - there)) / max(np.max(np.abs(here)), np.max(np.abs(there))))
-        if not gap <= worst:
-            worst, where = gap if math.isfinite(gap) else math.inf, name
-    return worst, where
-
-
-def whole_distance(one: Numbers, other: Numbers) -> float:
-    """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first.
-
-    Arrays that are the same, such as what is frozen, are left out.
+    Such metrics differ in each training.
     """
-    apart, length = 0.0, 0.0
-    for _, here, there in _differing(one, other):
-        if here.shape != there.shape:
+    return bool(_PERFORMANCE.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+
+
+def largest_difference(first: Arrays, second: Arrays) -> Difference:
+    """Return the largest difference of the arrays and numbers that two checkpoints or reports both have.
+
+    Numbers about performance are skipped.
+    """
+    largest = Difference(0.0, "")
+    for name, left, right in _differing(first, second):
+        if not left.ndim and is_performance_metric(name):
+            continue
+        if left.shape != right.shape:
+            return Difference(math.inf, name)
+        with np.errstate(all="ignore"):
+            size = float(np.max(np.abs(left - right)) / max(np.max(np.abs(left)), np.max(np.abs(right))))
+        if not size <= largest.size:  # True for NaN
+            largest = Difference(size if math.isfinite(size) else math.inf, name)
+    return largest
+
+
+def norm_difference(first: Arrays, second: Arrays) -> float:
+    """Return the norm of the difference of two checkpoints, relative to the norm of the first one.
+
+    All arrays that both have count together. Arrays that are equal, such as frozen parameters, are left out.
+    """
+    difference = 0.0
+    norm = 0.0
+    for _, left, right in _differing(first, second):
+        if left.shape != right.shape:
             return math.inf
-        differ = (here != there) & ~(np.isnan(here) & np.isnan(there))  # two infinities do not
-        apart = math.hypot(apart, np.linalg.norm(here[differ] - there[differ]))
-        length = math.hypot(length, np.linalg.norm(here[np.isfinite(here)]))
-    return apart / (length or 1.0) if math.isfinite(apart) else math.inf
+        differ = (left != right) & ~(np.isnan(left) & np.isnan(right))  # inf - inf would be NaN
+        difference = math.hypot(difference, np.linalg.norm(left[differ] - right[differ]))
+        norm = math.hypot(norm, np.linalg.norm(left[np.isfinite(left)]))
+    return difference / (norm or 1.0) if math.isfinite(difference) else math.inf
 
 
-def _differing(one: Numbers, other: Numbers) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the arrays that are in both and not the same, by name, in a form that holds any number."""
-    for name in sorted(one.keys() & other.keys()):
-        here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
-        if not np.array_equal(here, there, equal_nan=True):
-            yield name, here, there
+def _differing(first: Arrays, second: Arrays) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name and both values of each array or number that two checkpoints both have and that is not equal.
+
+    The values are complex arrays, which hold any number.
+    """
+    for name in sorted(first.keys() & second.keys()):
+        left = np.asarray(first[name], dtype=np.complex128)
+        right = np.asarray(second[name], dtype=np.complex128)
+        if not np.array_equal(left, right, equal_nan=True):
+            yield name, left, right
 
 
-def calculated(numbers: Numbers) -> Numbers:
-    """Return the arrays that are calculated with: times, counts and random states are no model."""
-    return {name: one for name, one in numbers.items() if np.ndim(one) and np.asarray(one).dtype.kind in "fc"}
+def float_arrays(arrays: Arrays) -> Arrays:
+    """Return the arrays of floats of a checkpoint: the model's state, without times, counts and random states."""
+    return {name: value for name, value in arrays.items() if np.ndim(value) and np.asarray(value).dtype.kind in "fc"}
 
 
-def _flat(value: Any, name: str) -> Numbers:
-    """Return the arrays and numbers in nested containers by their paths."""
-    found: Numbers = {}
+def _flatten(value: Any, name: str) -> Arrays:
+    """Return the arrays and numbers in nested containers of a checkpoint by name: ``name`` and the keys to them."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
     if hasattr(value, "state_dict") and not isinstance(value, type):
-        with suppress(Exception):  # of a class that is not to be asked here
+        with suppress(Exception):
             value = value.state_dict()
-    if isinstance(value, Mapping | list | tuple):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            found |= _flat(inner, f"{name}.{key}")
-    elif type(value) in (int, float):
-        found[name] = value
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcV":
-        found[name] = value.astype(np.float32) if value.dtype.kind == "V" else value  # bfloat16 and the like
-    return found
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        arrays: Arrays = {}
+        for key, item in value.items():
+            arrays |= _flatten(item, f"{name}.{key}")
+        return arrays
+    if type(value) in (int, float):
+        return {name: value}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcV":
+        return {name: value.astype(np.float32) if value.dtype.kind == "V" else value}  # V: bfloat16 and the like
+    return {}
 
 
 def _read_torch(file: Path) -> Any:
-    # What the loop itself has written and reads.
+    """Return the content of a file that ``torch.save`` has written, on the CPU."""
+    # The file was written by the loop itself, so unpickling is safe.
     return import_module("torch").load(file, map_location="cpu", weights_only=False)
 
 
 def _read_distributed(index: Path) -> Any:
-    with tempfile.NamedTemporaryFile(suffix=".pt") as whole:
-        import_module("torch.distributed.checkpoint.format_utils").dcp_to_torch_save(index.parent, whole.name)
-        return _read_torch(Path(whole.name))
+    """Return the state of a checkpoint of ``torch.distributed.checkpoint`` in one process; ``index``: its metadata."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as merged:
+        import_module("torch.distributed.checkpoint.format_utils").dcp_to_torch_save(index.parent, merged.name)
+        return _read_torch(Path(merged.name))
 
 
 def _read_orbax(index: Path) -> Any:
-    """Read the arrays of an Orbax store, of which each process may have some chunks, without a device of JAX."""
-    tensorstore, known = import_module("tensorstore"), json.loads(index.read_text())
+    """Return the arrays of an Orbax checkpoint by name, without a JAX device.
+
+    Each process may have written its chunks into a store of its own. ``index`` is the metadata file of the checkpoint.
+    """
+    tensorstore = import_module("tensorstore")
+    metadata = json.loads(index.read_text())
     context = tensorstore.Context()
-    together = tensorstore.KvStore.open("memory://", context=context).result()
-    for store in (index.parent, *index.parent.glob("ocdbt.process_*")):
-        place = {"driver": "ocdbt", "base": f"file://{store}/"}
-        part = tensorstore.KvStore.open(place, context=context).result()
-        for key in part.list().result():
-            together[key] = part[key]
-    found, driver = dict[str, Any](), "zarr3" if known.get("use_zarr3") else "zarr"
-    for one in known["tree_metadata"].values():
-        name = ".".join(key["key"] for key in one["key_metadata"])
+    merged = tensorstore.KvStore.open("memory://", context=context).result()
+    for folder in (index.parent, *index.parent.glob("ocdbt.process_*")):
+        part = {"driver": "ocdbt", "base": f"file://{folder}/"}
+        store = tensorstore.KvStore.open(part, context=context).result()
+        for key in store.list().result():
+            merged[key] = store[key]
+    arrays: Arrays = {}
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    for entry in metadata["tree_metadata"].values():
+        name = ".".join(key["key"] for key in entry["key_metadata"])
         spec = {"driver": driver, "kvstore": f"memory://{name}/", "fill_missing_data_reads": False}
-        found[name] = tensorstore.open(spec, context=context).result().read().result()
-    return found
+        arrays[name] = tensorstore.open(spec, context=context).result().read().result()
+    return arrays
 
 
+#: Functions that read a file, by its name or suffix.
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,
     "_METADATA": _read_orbax,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _read_torch),
     **dict.fromkeys(("", ".tar"), lambda file: _read_torch(file) if is_zipfile(file) else {}),
-    **dict.fromkeys((".npz", ".npy"), np.load),  # which refuses pickled objects
+    **dict.fromkeys((".npz", ".npy"), np.load),  # refuses pickled objects
     ".safetensors": lambda file: import_module("safetensors.numpy").load_file(file),
 }

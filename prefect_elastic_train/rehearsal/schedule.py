@@ -1,38 +1,64 @@
-"""Seeded schedules: which fault comes when, and whom it hits. The same seed gives the same."""
+"""Seeded fault schedules: when each fault is injected, and which worker or node it hits."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-#: What can be played, in the order in which it is told; the last three change the number of workers.
-WORKER, DRIVER, FREEZE, STORAGE = "worker", "driver", "freeze", "storage"
-NODE, DRAIN, GROWTH = "node", "drain", "growth"
+Target = TypeVar("Target")
+
+WORKER = "worker"
+DRIVER = "driver"
+FREEZE = "freeze"
+STORAGE = "storage"
+NODE = "node"
+DRAIN = "drain"
+GROWTH = "growth"
+#: All kinds, in the order of the documentation. The last three change the number of workers.
 KINDS = (WORKER, DRIVER, FREEZE, STORAGE, NODE, DRAIN, GROWTH)
 
 
-class Fault(NamedTuple):
-    """Something to be done to a training: what, how many seconds after the last, and to whom (from 0 to below 1)."""
+class PlannedFault(NamedTuple):
+    """Fault that a rehearsal will inject.
+
+    Attributes:
+        kind: The kind of fault.
+        wait_seconds: Least time since the recovery from the previous fault.
+        chance: A random number from 0 to below 1, which selects the target.
+    """
 
     kind: str
-    wait: float
+    wait_seconds: float
     chance: float
 
-    def of(self, those: Sequence[object]) -> int:
-        """Return the place of the one that it hits."""
-        return int(self.chance * len(those))
+    def choose(self, candidates: Sequence[Target]) -> Target:
+        """Return the candidate that the fault hits, such as one of the ranks or nodes, selected by ``chance``."""
+        return candidates[int(self.chance * len(candidates))]
 
 
-def every_kind(kinds: Sequence[str], seed: int, longest: float, can_shrink: bool = True) -> list[Fault]:
-    """Each kind once, those first that leave the number of workers as it is, with waits up to ``longest`` seconds.
+def schedule_faults(
+    kinds: Sequence[str], seed: int, max_wait_seconds: float, can_shrink: bool = True
+) -> list[PlannedFault]:
+    """Return a random schedule with one fault of each kind. Faults that change the number of workers come last.
 
-    A node comes after one has gone: where the training goes on without it, growth follows.
+    If the training can shrink, a growth follows each lost node. Otherwise the lost node is replaced at once. If
+    ``kinds`` has a growth but no loss of a node, such a loss is added before it.
+
+    Args:
+        kinds: Kinds of faults, some of :data:`KINDS`.
+        seed: Random seed of the schedule.
+        max_wait_seconds: Largest ``wait_seconds`` of a fault.
+        can_shrink: True if the training continues while a node is missing.
     """
-    chance = random.Random(seed)
-    keep = [kind for kind in kinds if kind not in (NODE, DRAIN, GROWTH)]
-    leave = [kind for kind in kinds if kind in (NODE, DRAIN)] or [NODE] * (GROWTH in kinds)
-    chance.shuffle(keep)
-    chance.shuffle(leave)
-    resize = [one for kind in leave for one in ((kind, GROWTH) if can_shrink else (kind,))]
-    return [Fault(kind, chance.uniform(0, longest), chance.random()) for kind in [*keep, *resize]]
+    generator = random.Random(seed)
+    same_size = [kind for kind in kinds if kind not in (NODE, DRAIN, GROWTH)]
+    losses = [kind for kind in kinds if kind in (NODE, DRAIN)]
+    if GROWTH in kinds and not losses:
+        losses = [NODE]
+    generator.shuffle(same_size)
+    generator.shuffle(losses)
+    planned = same_size
+    for loss in losses:
+        planned += [loss, GROWTH] if can_shrink else [loss]
+    return [PlannedFault(kind, generator.uniform(0, max_wait_seconds), generator.random()) for kind in planned]

@@ -1,1 +1,1 @@
-"""What people are shown of a run: pure functions from events to reports, curves, accounts and words."""
+"""Pure functions from events to what users see: report, accounts, curves and text."""

@@ -1,4 +1,7 @@
-"""Pictures of a report as SVG, in colours that are readable on light and on dark ground. Needs matplotlib."""
+"""Pictures of a report as SVG, in colors for light and dark backgrounds. Needs matplotlib.
+
+Belongs to the flow process.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.dates import ConciseDateFormatter
-from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoever else draws in this process
+from matplotlib.figure import Figure  # not pyplot, whose state other code of this process may use
 from matplotlib.ticker import MaxNLocator
 
 from prefect_elastic_train.report.markdown import one_line
 from prefect_elastic_train.report.run_report import Curve, RunReport
 
-_WIDTH = 6.9  # inches of the column that Prefect's UI shows an artifact in
-_INK = "#7a808b"
-_LINE = "#3b82f6"
-_BAD = "#e5484d"
+_WIDTH = 6.9  # inches, the width of the column with artifacts in Prefect's UI
+_GRAY = "#7a808b"
+_BLUE = "#3b82f6"
+_RED = "#e5484d"
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
-    """Return pictures of what there is to draw as data URIs, by what they show."""
+    """Return plots of a run's metrics and of its number of workers over time, as data URIs by their titles.
+
+    A plot without values is left out.
+    """
     pictures = {}
     if report.curves:
         pictures["metrics"] = _uri(_draw_metrics(report.curves))
@@ -42,33 +48,35 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
     columns = min(2, len(curves))
     rows = math.ceil(len(curves) / columns)
     figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
-    for place, (name, curve) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(rows, columns, place)
+    for position, (name, curve) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(rows, columns, position)
         xs, ys = zip(*curve.points, strict=True)
-        axes.plot(xs, ys, color=_LINE, linewidth=1.3, marker="." if len(xs) == 1 else "")
+        axes.plot(xs, ys, color=_BLUE, linewidth=1.3, marker="." if len(xs) == 1 else "")
         if min(ys) > 0 and max(ys) > 10 * min(ys):
             axes.set_yscale("log")
         _style(axes, name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("report", fontsize=8, color=_INK)
+        axes.set_xlabel("report", fontsize=8, color=_GRAY)
     return figure
 
 
 def _draw_workers(report: RunReport, now: float) -> Figure:
     figure = Figure(figsize=(_WIDTH, 1.9), layout="constrained")
-    axes: Any = figure.add_subplot()  # its types know no dates
+    axes: Any = figure.add_subplot()  # its types do not include dates
     last = report.world_sizes[-1][0]
     changes = [*report.world_sizes, (max(now if report.is_live else report.last_event_at, last + 1), report.world_size)]
     times, sizes = zip(*((_time(at), size) for at, size in changes), strict=True)
-    axes.fill_between(times, sizes, step="post", color=_LINE, alpha=0.4)
-    bad = [incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")]
-    for at in bad:
-        axes.axvline(_time(at), color=_BAD, linewidth=0.8, linestyle="--")
+    axes.fill_between(times, sizes, step="post", color=_BLUE, alpha=0.4)
+    faults = [
+        incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")
+    ]
+    for at in faults:
+        axes.axvline(_time(at), color=_RED, linewidth=0.8, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))  # type: ignore[no-untyped-call]
-    axes.xaxis.get_offset_text().set(color=_INK, fontsize=8)
-    _style(axes, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
+    axes.xaxis.get_offset_text().set(color=_GRAY, fontsize=8)
+    _style(axes, "workers (red: a failure, a preemption, a new driver or a warning)" if faults else "workers")
     return figure
 
 
@@ -77,9 +85,9 @@ def _time(at: float) -> datetime:
 
 
 def _style(axes: Axes, title: str) -> None:
-    # Without what XML does not take, and what would begin a formula.
-    axes.set_title(one_line(title).replace("$", r"\$"), fontsize=9, color=_INK, loc="left")
-    axes.tick_params(colors=_INK, labelsize=8)
-    axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
+    # Unprintable characters are invalid in XML, and a dollar sign would start a formula.
+    axes.set_title(one_line(title).replace("$", r"\$"), fontsize=9, color=_GRAY, loc="left")
+    axes.tick_params(colors=_GRAY, labelsize=8)
+    axes.grid(color=_GRAY, alpha=0.25, linewidth=0.5)
     for side, spine in axes.spines.items():
-        spine.set(color=_INK, visible=side in ("left", "bottom"))
+        spine.set(color=_GRAY, visible=side in ("left", "bottom"))

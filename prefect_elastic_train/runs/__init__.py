@@ -1,1 +1,1 @@
-"""The run directory: who owns a run, which attempt may write it, and what a restart resumes from."""
+"""The run directory, for all processes: its owner, the fence, commits, resume and pruning."""

@@ -1,43 +1,52 @@
-"""Commits: what a run has durably reached, written by the attempt that holds the fence.
+"""Commits of a run's state, written by the attempt that holds the fence.
 
-The protocol, with ``list`` and exclusive ``create`` as its only primitives:
+The protocol uses only ``list`` and exclusive ``create``:
 
-- A holder writes its commit, then looks at the attempts, and only then deletes what the commit no longer names.
-- A successor creates its attempt, then looks at the commits again, and begins anew if a newer one has appeared.
+- The holder writes its commit, then lists the attempts, and only then deletes checkpoints that are no longer kept.
+- A successor creates its attempt, then lists the commits again, and starts over if there is a newer one.
 
-Whoever acts second sees the other. So a checkpoint that a living lineage needs is never deleted, and a commit
-that was written after the successor's second look belongs to an older attempt and counts for nothing.
+The second of the two sees the first. So no checkpoint is deleted that the lineage needs, and a commit that is written
+after the successor listed the commits again belongs to an older attempt and does not count.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
-from prefect_elastic_train.loop.parts import missing_parts
+from prefect_elastic_train.loop.rank_files import missing_rank_files_message
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.model import RunDirectory, newest_attempt
-from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
+from prefect_elastic_train.runs.layout import CommitId
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
+from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
-#: How long this machine's view of a shared mount may be behind; NFS keeps listings for up to a minute.
+#: Time after which this machine sees what another one wrote to a shared mount; NFS caches listings for up to a minute.
 _SEEN_SECONDS = 75.0
 
 
 class FencedOffError(ElasticTrainError):
-    """Another attempt has taken the run over; this one must stop and leave the run directory alone."""
+    """A later attempt has taken over the run.
+
+    The attempt that gets this error must stop and not write the run directory.
+    """
 
 
 def check_fence(store: RunStore, attempt: int) -> None:
-    """Return if the attempt still holds the fence; fail if a later one has begun, or this one is not seen."""
-    newest = newest_attempt(store)
-    if newest < attempt and not _is_seen(store, attempt):
+    """Check that an attempt still holds the fence of its run.
+
+    Raises:
+        FencedOffError: A later attempt has begun.
+        StorageFaultError: This machine does not see the attempt in the storage, which is not shared between machines.
+    """
+    newest = newest_attempt_number(store)
+    if newest < attempt and not any(store.read(layout.attempt_name(attempt)) is not None for _ in _polls()):
         raise StorageFaultError(
             f"{store.uri}: {socket.gethostname()} does not see attempt {attempt} of this run, which another machine "
             "has begun there. To go on, mount the directory on all nodes of the cluster, or use an object store",
@@ -52,54 +61,75 @@ def check_fence(store: RunStore, attempt: int) -> None:
         )
 
 
-def _is_seen(store: RunStore, attempt: int) -> bool:
-    """Whether an attempt's record is there; a mount may show an old listing for some time."""
+def _polls() -> Iterator[None]:
+    """Yield at once, then about once a second, until a shared mount has had time to show another machine's files."""
     deadline = time.monotonic() + _SEEN_SECONDS
-    while store.read(layout.attempt_name(attempt)) is None:
-        if time.monotonic() > deadline:
-            return False
+    yield
+    while time.monotonic() < deadline:
         time.sleep(min(1.0, _SEEN_SECONDS / 10))
-    return True
+        yield
 
 
-def trained_seconds() -> float:
-    """Return for how long the worker groups of this attempt have trained: the controller puts its own here."""
-    return 0.0
+class LatestCheckpoint(NamedTuple):
+    """The latest checkpoint in the newest commit of a run."""
+
+    name: str  # folder name
+    metrics: dict[str, Any]
+    size_bytes: int
+    commit: CommitId
 
 
 class CommitLog:
-    """Writes the commits of one attempt. Lives in the process of Ray Train's controller."""
+    """Writes the commits of one attempt, in the process of Ray Train's controller.
+
+    Attributes:
+        trained_seconds: Returns for how long the worker groups of the attempt have trained.
+        latest: The latest checkpoint of the newest commit that was read or written; None before, or without one.
+    """
 
     def __init__(self, store: RunStore, attempt: int) -> None:
+        self.trained_seconds: Callable[[], float] = lambda: 0.0
+        self.latest: LatestCheckpoint | None = None
         self._store = store
         self._attempt = attempt
-        self._manifest: dict[str, dict[str, int]] = {}  # of all checkpoints that are kept
-        self._full = 0  # sequence of the last full commit, which lists them all
-        self._own: dict[int, int] = {}  # by kept commit, the full one that it builds on, or itself
+        self._is_loaded = False
+        self._manifest: dict[str, dict[str, int]] = {}  # file sizes of all checkpoints that are kept
+        self._full = 0  # sequence number of the last full commit, which lists them all
+        self._own: dict[int, int] = {}  # kept commits: sequence number, and that of the full commit that it builds on
+
+    def newest_commit(self) -> CommitRecord | None:
+        """Return the newest commit of the lineage up to this attempt, read from the storage; None without one."""
+        run = RunDirectory(self._store, self._attempt)
+        newest = run.newest_commit
+        if not self._is_loaded:  # a later read does not show which full commit each commit builds on
+            self._manifest = newest.manifest if newest is not None else {}
+            self._own = {sequence: sequence for attempt, sequence in run.commit_ids if attempt == self._attempt}
+            self._is_loaded = True
+        if newest is not None:
+            self._set_latest(newest.snapshot, (newest.attempt, newest.sequence))
+        return newest
 
     def commit(self, data: bytes, is_full: bool = True) -> CommitRecord:
-        """Make Ray's snapshot, as Ray writes it, durable together with the files that its checkpoints consist of.
+        """Write a commit: Ray Train's snapshot, as Ray writes it, with the files of its checkpoints. Return its record.
 
-        An incremental commit lists only the checkpoints after those of the last full one, all of which are kept.
+        An incremental commit lists only the checkpoints after those of the last full one, all of which are kept. A full
+        commit also replaces Ray's snapshot file. Old commits of the attempt are deleted.
 
         Raises:
-            FencedOffError: Another attempt has taken over; a commit that was already written counts for nothing.
-            ElasticTrainError: The snapshot is torn, or a checkpoint that it names is not there or incomplete.
+            FencedOffError: Another attempt has replaced this one; a commit that was already written does not count.
+            ElasticTrainError: The snapshot is torn, or a checkpoint in it is missing or incomplete.
         """
         snapshot = parse_snapshot(data)
         if snapshot is None:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
         check_fence(self._store, self._attempt)
-        if not self._full:
-            run = RunDirectory(self._store, self._attempt)
-            newest = run.newest_commit
-            self._manifest = newest.manifest if newest is not None else {}
-            self._own = {sequence: sequence for attempt, sequence in run.commits if attempt == self._attempt}
+        if not self._is_loaded:
+            self.newest_commit()
         manifest = self._list_files(snapshot)
         record = CommitRecord(
             attempt=self._attempt,
             sequence=max(self._own, default=0) + 1,
-            trained=trained_seconds(),
+            trained=self.trained_seconds(),
             snapshot=snapshot if is_full else {"added": {**snapshot, "since": self._full}},
             manifest=manifest,
         )
@@ -108,32 +138,48 @@ class CommitLog:
         check_fence(self._store, self._attempt)
         if is_full:
             self._store.replace(layout.SNAPSHOT, data)
-            self._full, self._manifest = record.sequence, {}
+            self._full = record.sequence
+            self._manifest = {}
         self._manifest |= manifest
         self._own[record.sequence] = self._full
-        for sequence in self._own.keys() - chain(*[*self._own.items()][-_COMMITS_KEPT:]):
+        kept = [*self._own.items()][-_COMMITS_KEPT:]
+        for sequence in self._own.keys() - {sequence for pair in kept for sequence in pair}:
             self._store.delete(layout.commit_name(self._attempt, sequence))
             del self._own[sequence]
+        self._set_latest(snapshot, (record.attempt, record.sequence))
         return record
 
+    def _set_latest(self, snapshot: dict[str, Any], commit: CommitId) -> None:
+        """Set :attr:`latest` to the latest checkpoint in a commit's snapshot; None if the snapshot has none."""
+        latest = latest_checkpoint(snapshot)
+        self.latest = None
+        if latest:
+            name = latest["checkpoint_dir_name"]
+            size_bytes = sum(self._manifest.get(name, {}).values())
+            self.latest = LatestCheckpoint(name, latest["metrics"], size_bytes, commit)
+
     def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Return the manifest of the checkpoints; earlier ones are taken from an earlier commit."""
+        """Return the manifest of the checkpoints in a snapshot: path and size of each file, by checkpoint folder.
+
+        The storage is listed only for checkpoints that are new or may have been rewritten.
+        """
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
-            # A loop that places its checkpoints itself may have written over the newest.
+            # If the loop manages its checkpoints itself, the newest may have been rewritten under the same name.
             is_final = name != names[-1] or written_by(name) is not None
             known = self._manifest.get(name) if is_final else None
-            files = known or self._store.file_sizes(name)
-            deadline = time.monotonic() + _SEEN_SECONDS
-            while files is not None and missing_parts(files) and time.monotonic() < deadline:
-                time.sleep(min(1.0, _SEEN_SECONDS / 10))
-                files = self._store.file_sizes(name)
+            manifest[name] = known or self._list_checkpoint(name)
+        return manifest
+
+    def _list_checkpoint(self, name: str) -> dict[str, int]:
+        """Return path and size in bytes of each file of a checkpoint; raise an error if it is missing or incomplete."""
+        missing = ""
+        for _ in _polls():
+            files = self._store.file_sizes(name)
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
-            if missing := missing_parts(files):
-                raise ElasticTrainError(
-                    f"checkpoint {name} in {self._store.uri} is incomplete, not committed: {missing}"
-                )
-            manifest[name] = files
-        return manifest
+            missing = missing_rank_files_message(files)
+            if not missing:
+                return files
+        raise ElasticTrainError(f"checkpoint {name} in {self._store.uri} is incomplete, not committed: {missing}")

@@ -1,4 +1,4 @@
-"""The run's history: its events in numbered segments, written by the driver and read by whoever comes later."""
+"""The run's history: its events in numbered segments, written by the driver."""
 
 from __future__ import annotations
 
@@ -16,80 +16,88 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024
 _WRITE_SECONDS = 2.0
-#: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
+#: Reports without a checkpoint are thinned: the minimum time between two grows by 1 s with each so many that are kept.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
-#: The first line of a segment with an ``r`` in its name is a summary of all before it.
+#: The first line of a segment with an ``r`` in its name is a summary of all segments before it.
 _SEGMENT = re.compile(r"(\d{4,})-(\d{3,})(r?)\.jsonl")
 _RECALLED = b'"kind":"run_recalled"'
 
 
 def read_history(store: RunStore, recent: bool = False) -> Iterator[ev.Event]:
-    """Yield the events of all attempts in order; a torn line is passed over.
+    """Yield the events of all attempts from the history of a run, oldest first; torn lines are skipped.
 
-    The recent ones begin with the newest :class:`RunRecalled`, a summary of all before; all if there is none.
+    With ``recent``, start at the newest :class:`RunRecalled`, a summary of all events before it, if there is one.
     """
-    found = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
-    segments = sorted(found, key=lambda match: (int(match[1]), int(match[2])))
-    for segment in segments[max((index for index, match in enumerate(segments) if recent and match[3]), default=0) :]:
+    matches = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
+    segments = sorted(matches, key=lambda match: (int(match[1]), int(match[2])))
+    first = max((index for index, match in enumerate(segments) if recent and match[3]), default=0)
+    for segment in segments[first:]:
         lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
         yield from (event for event in map(ev.decode_event, lines) if event is not None)
 
 
 class HistoryWriter:
-    """Writes the events of one attempt, a segment as a whole until it is full. Errors are logged and passed over."""
+    """Writes the events of one attempt into the history of its run, from a thread.
+
+    Each write replaces a whole segment. After an error, which is logged, it tries again.
+    """
 
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
         self._attempt = attempt
         self._segment = 0
-        self._lines: list[bytes] = []
-        #: Segments that are not written as they are, by number; a full one stays here until it is.
-        self._unwritten: dict[int, list[bytes]] = {}
+        self._lines: list[bytes] = []  # the current segment
+        self._unwritten: dict[int, list[bytes]] = {}  # lines by number of the segment, until they are written
         self._urgent = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
         self._last_report_at = 0.0
-        self._reports_kept = 0
-        #: The newest report if it was left out: what happens next shall know how far the training was.
-        self._left_out: list[ev.Event] = []
+        self._reports_kept = 0  # since the start of the worker group
+        self._skipped: list[ev.Event] = []  # the newest report if it was left out; kept if another event follows
         self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
         self._thread.start()
 
     def add(self, event: ev.Event) -> None:
-        """Take an event; signs of life, and of a long run most reports without a checkpoint, are left out."""
+        """Add an event to the history. Heartbeats are left out, and in a long run most reports without a checkpoint."""
         if isinstance(event, ev.ControllerAlive):
             return
         if isinstance(event, ev.Reported):
             pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
             if 0 <= event.at - self._last_report_at < pause:
-                self._left_out = [event]
+                self._skipped = [event]
                 return
             self._last_report_at = event.at
             self._reports_kept += 1
         if isinstance(event, ev.WorkerGroupStarted):
             self._reports_kept = 0
-        before, self._left_out = self._left_out, []
-        self._add(*([] if isinstance(event, ev.Reported | ev.CheckpointCommitted) else before), event)
+        if not isinstance(event, ev.Report):
+            self._append(*self._skipped)
+        self._skipped = []
+        self._append(event)
         if not isinstance(event, ev.Reported):
             self._urgent.set()
 
     def close(self) -> None:
-        """Write what is left; returns within some seconds. May be called again after a last word."""
-        self._add(*self._left_out)
-        self._left_out = []
+        """Write the remaining events into the history, and stop the thread. Return within some seconds.
+
+        It may be called again after another event was added.
+        """
+        self._append(*self._skipped)
+        self._skipped = []
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._write()
 
-    def _add(self, *events: ev.Event) -> None:
+    def _append(self, *events: ev.Event) -> None:
         for line in [ev.encode_event(event).encode() + b"\n" for event in events]:
             with self._lock:
                 is_full = sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES
                 if self._lines and (is_full or _RECALLED in line):
-                    self._segment, self._lines = self._segment + 1, []
+                    self._segment += 1
+                    self._lines = []
                 self._lines.append(line)
                 self._unwritten[self._segment] = self._lines
 
@@ -101,7 +109,7 @@ class HistoryWriter:
             time.sleep(0.2)
 
     def _write(self) -> None:
-        with self._lock:  # not held while the storage is waited for: events come in meanwhile
+        with self._lock:  # released while the storage is waited for
             unwritten = {segment: list(lines) for segment, lines in self._unwritten.items()}
         try:
             for segment, lines in sorted(unwritten.items()):

@@ -1,8 +1,8 @@
-"""Names inside a run directory."""
+"""Names of the objects in a run directory."""
 
 from __future__ import annotations
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own file; ours is a mirror of the newest commit
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own file; a mirror of the newest full commit
 STATE_FOLDER = ".elastic_train"
 RUN = f"{STATE_FOLDER}/run.json"
 ATTEMPTS = f"{STATE_FOLDER}/attempts"
@@ -10,27 +10,29 @@ COMMITS = f"{STATE_FOLDER}/commits"
 EVENTS = f"{STATE_FOLDER}/events"
 HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
 
+CommitId = tuple[int, int]  # the attempt that wrote a commit, and the commit's sequence number in that attempt
+
 
 def attempt_name(attempt: int) -> str:
-    """Return the object that fences off all attempts before this one."""
+    """Return the name of the object that records the start of an attempt, and so fences off all earlier attempts."""
     return f"{ATTEMPTS}/{attempt:04d}.json"
 
 
 def ended_name(attempt: int) -> str:
-    """Return the object that tells how an attempt ended."""
+    """Return the name of the object that records the outcome of an attempt."""
     return f"{STATE_FOLDER}/ended/{attempt:04d}.json"
 
 
 def details_name(attempt: int) -> str:
-    """Return the object with what Ray said itself in an attempt in which something failed."""
+    """Return the name of the object that holds Ray's own output of an attempt. It is written after a failure."""
     return f"{STATE_FOLDER}/logs/{attempt:04d}.log"
 
 
 def commit_name(attempt: int, sequence: int) -> str:
-    """Return the object that holds an attempt's commit."""
+    """Return the name of the object that holds a commit, from the number of its attempt and its own number."""
     return f"{COMMITS}/{commit_label((attempt, sequence))}.json"
 
 
-def commit_label(commit: tuple[int, int] | None) -> str:
-    """Return what people call a commit: attempt and sequence number as in its object's name; empty for none."""
+def commit_label(commit: CommitId | None) -> str:
+    """Return the text that messages and object names use for a commit, such as ``0002-000042``; empty for None."""
     return "" if commit is None else f"{commit[0]:04d}-{commit[1]:06d}"

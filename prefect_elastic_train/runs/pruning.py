@@ -1,7 +1,7 @@
-"""Deleting what no resume needs, and runs that nobody wants any more, safely against a driver that begins meanwhile.
+"""Deletion of leftover folders and of whole runs, safe against a driver that starts at the same time.
 
-A plan only looks. Carrying it out looks again right before each deletion. A whole run's fence is taken first: a driver
-that was thought dead stops at its next look at the fence, and one that begins meanwhile is told whose the run is.
+A plan is made without writing, and checked again before each deletion. Before a whole run is deleted, its fence is
+taken: a driver that seemed dead stops at its next check of the fence, and a new driver finds the run owned by another.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import NamedTuple
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.inspecting import RunState, summarize
-from prefect_elastic_train.runs.liveness import Life, is_alive, this_process
-from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_attempts, newest_attempt
+from prefect_elastic_train.runs.heartbeat import Liveness, is_alive, this_process
+from prefect_elastic_train.runs.inspecting import RunState, RunSummary, summarize
+from prefect_elastic_train.runs.layout import CommitId
+from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
 
-_SETTLE_SECONDS = 60.0  # processes of an attempt may outlive its driver, or the record of its end, by some seconds
-#: A run whose first attempt is yet to come may wait for a cluster, or copy the checkpoint that it starts from.
+_SETTLE_SECONDS = 60.0  # time that an attempt's processes may outlive its driver, or the record of its end
+#: Time that a run may be without an attempt, while it waits for a cluster or copies the checkpoint that it starts from.
 _CLAIM_SECONDS = 86400.0
 
 
 class RunChangedError(ElasticTrainError):
-    """A run is not what it was when it was looked at, so that nothing more of it is deleted."""
+    """A run has changed since its deletion was planned. The rest of it is not deleted."""
 
 
 class Deletion(NamedTuple):
-    """A folder of a run to delete, empty for the whole run; the size of its files; and why nobody needs it."""
+    """A folder of a run to delete, empty for the whole run; the size of its files; and the reason."""
 
     folder: str
     size_bytes: int
@@ -38,95 +39,102 @@ class Deletion(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is deleted of a run, and what its newest attempt and commit were when it was looked at."""
+    """The planned deletions in a run, and the run's newest attempt and commit when they were planned."""
 
     run: str
     newest_attempt: int
-    newest_commit: tuple[int, int] | None
+    newest_commit: CommitId | None
     deletions: list[Deletion] = field(default_factory=list)
-    kept: str = ""  # why it is left alone, in words; empty if it is not, or if there is nothing to delete
+    skipped: str = ""  # reason why nothing may be deleted; empty if something is, or if there is nothing to delete
 
 
 def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunPlan:
-    """Find what can be deleted of a run: the whole, if it has ended and its last activity is longer ago than that."""
+    """Return a plan of the deletions in a run. Nothing is deleted.
+
+    By default these are the checkpoint folders that no commit needs. The whole run is deleted if it was not active for
+    ``older_than_seconds``, or if its deletion was interrupted. A run that may be trained is skipped, with the reason.
+    """
     try:
-        return _plan(run, older_than_seconds)
-    except AttemptFailedError as error:  # its commits are lost, or it is of an older version
-        return RunPlan(run.name, 0, None, kept=str(error))
+        summary = summarize(run)
+        plan = RunPlan(run.name, max(run.attempt_numbers, default=0), run.newest_commit_id)
+        return plan if summary is None else _plan(run, summary, plan, older_than_seconds)
+    except AttemptFailedError as error:  # commits are lost, or an older version wrote the run
+        return RunPlan(run.name, 0, None, skipped=str(error))
 
 
-def _plan(run: RunDirectory, older_than_seconds: float | None) -> RunPlan:
-    summary, newest = summarize(run), run.newest_attempt
-    seen = RunPlan(run.name, max(run.numbers, default=0), next(run.lineage, None))
-    if summary is None:
-        return seen
-    state, idle_seconds = summary.state, time.time() - (summary.last_activity_at or 0.0)
-    is_cut_short, has_no_end = state is RunState.DELETING, newest is not None and newest.ended is None
-    if summary.life in (Life.ALIVE, Life.UNKNOWN):
-        what = "deleted" if is_cut_short else "trained, or may be"
-        return replace(seen, kept=f"it is being {what}: {summary.detail}")
-    if not is_cut_short and idle_seconds <= (_CLAIM_SECONDS if state is RunState.NOT_BEGUN else _SETTLE_SECONDS):
-        return replace(seen, kept="it was active just now, or was claimed within a day and is about to begin")
+def _plan(run: RunDirectory, summary: RunSummary, plan: RunPlan, older_than_seconds: float | None) -> RunPlan:
+    newest = run.newest_attempt
+    has_no_end = newest is not None and newest.ended is None
+    is_interrupted = summary.state is RunState.DELETING
+    idle_seconds = time.time() - (summary.last_activity_at or 0.0)
+    if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
+        activity = "deleted" if is_interrupted else "trained, or may be"
+        return replace(plan, skipped=f"it is being {activity}: {summary.detail}")
+    settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
+    if not is_interrupted and idle_seconds <= settle_seconds:
+        return replace(plan, skipped="it was active just now, or was claimed within a day and is about to begin")
     is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
-    if is_cut_short or is_old:
-        owner = newest.record.owner if newest is not None and newest.record is not None else None
-        # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
+    if is_interrupted or is_old:
+        owner = newest.owner if newest is not None else None
+        # The driver's clock may be wrong: before its run is deleted, its heartbeat is watched.
         if has_no_end and is_alive(run.store, owner):
-            return replace(seen, kept="it is being trained: its heartbeat moves")
-        reason = f"{state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
-        reason = "its deletion was cut short" if is_cut_short else reason
-        return replace(seen, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
+            return replace(plan, skipped="it is being trained: its heartbeat changes")
+        reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
+        if is_interrupted:
+            reason = "its deletion was interrupted"
+        return replace(plan, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
     leftovers = run.leftovers
     if leftovers and has_no_end:
-        kept = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
-        return replace(seen, kept=kept)
-    return replace(seen, deletions=[Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()])
+        skipped = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
+        return replace(plan, skipped=skipped)
+    return replace(plan, deletions=[Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()])
 
 
-def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
-    """Delete what was planned, and yield each thing when it is gone.
+def delete_planned(store: RunStore, plan: RunPlan) -> Iterator[Deletion]:
+    """Delete the folders of a plan, or the whole run, and yield each deletion after it is done.
 
     Raises:
-        RunChangedError: Somebody has begun to train the run, or goes on with it. What was not yielded yet stays.
+        RunChangedError: The run has changed since the plan was made, or while the run was deleted. Deletions that were
+            not yielded are not done; that of a whole run may be half done.
     """
 
     def check() -> None:
-        _check_unchanged(RunDirectory(store), planned)
+        _check_unchanged(RunDirectory(store), plan)
 
-    for deletion in planned.deletions:
+    for deletion in plan.deletions:
         if deletion.folder:
             store.delete_folder(deletion.folder, check)
         else:
-            _delete_run(store, planned)
+            _delete_run(store, plan)
         yield deletion
-    if planned.deletions and planned.deletions[-1].folder:
+    if plan.deletions and plan.deletions[-1].folder:
         check()
-        store.abandon_uploads()  # an object store keeps the parts of files that were interrupted out of sight
+        store.abandon_uploads()  # an object store keeps the parts of interrupted uploads without listing them
 
 
-def _check_unchanged(run: RunDirectory, planned: RunPlan) -> None:
-    if newest_attempt(run.store) != planned.newest_attempt or next(run.lineage, None) != planned.newest_commit:
-        raise RunChangedError(f"run {planned.run} has gone on meanwhile")
+def _check_unchanged(run: RunDirectory, plan: RunPlan) -> None:
+    if newest_attempt_number(run.store) != plan.newest_attempt or run.newest_commit_id != plan.newest_commit:
+        raise RunChangedError(f"run {plan.run} has changed meanwhile")
 
 
-def _delete_run(store: RunStore, planned: RunPlan) -> None:
-    """Delete a run, last of all the attempt that holds it meanwhile, begun as any is: created, then looked again."""
+def _delete_run(store: RunStore, plan: RunPlan) -> None:
+    """Delete a whole run. A new attempt takes the fence first; the record of this attempt is deleted last."""
     run = RunDirectory(store)
-    _check_unchanged(run, planned)
-    number = run.next_number
+    _check_unchanged(run, plan)
+    number = run.next_attempt_number
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER, **this_process())
-    record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=planned.newest_commit)
+    record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=plan.newest_commit)
     if not store.create(layout.attempt_name(number), encode(record)):
-        raise RunChangedError(f"run {planned.run} has gone on meanwhile")
+        raise RunChangedError(f"run {plan.run} has changed meanwhile")
     try:
-        _check_unchanged(RunDirectory(store, number - 1), replace(planned, newest_attempt=number))
+        _check_unchanged(RunDirectory(store, number - 1), replace(plan, newest_attempt=number))
     except RunChangedError:
         store.delete(layout.attempt_name(number))
         raise
 
     def check() -> None:
-        if newest_attempt(store) != number:
-            raise RunChangedError(f"run {planned.run} was begun anew while it was deleted")
+        if newest_attempt_number(store) != number:
+            raise RunChangedError(f"run {plan.run} was started again while it was deleted")
 
     state = [f"{layout.STATE_FOLDER}/{folder}" for folder in store.folders(layout.STATE_FOLDER)]
     for folder in [*store.folders(), *state]:
@@ -135,12 +143,12 @@ def _delete_run(store: RunStore, planned: RunPlan) -> None:
     check()
     store.abandon_uploads()
     records = [f"{layout.STATE_FOLDER}/{name}" for name in store.names(layout.STATE_FOLDER)]
-    attempts = [layout.attempt_name(attempt) for attempt in all_attempts(store) if attempt != number]
+    attempts = [layout.attempt_name(attempt) for attempt in RunDirectory(store, number - 1).attempt_numbers]
     for name in [*store.names(""), *records, *attempts, layout.attempt_name(number)]:
         store.delete(name)
 
-    def check_nothing_began() -> None:
-        if all_attempts(store) or store.read(layout.RUN) is not None:
-            raise RunChangedError(f"run {planned.run} was begun anew while it was deleted")
+    def check_not_started() -> None:
+        if newest_attempt_number(store) or store.read(layout.RUN) is not None:
+            raise RunChangedError(f"run {plan.run} was started again while it was deleted")
 
-    store.delete_folder("", check_nothing_began)
+    store.delete_folder("", check_not_started)

@@ -1,4 +1,4 @@
-"""Reading and repairing Ray Train's checkpoint manager snapshot, as plain JSON on Ray's schema."""
+"""Ray Train's checkpoint manager snapshot as plain JSON on Ray's schema: parse, check and repair it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Result(BaseModel):
 
 
 class _Snapshot(BaseModel):
-    """The parts of a snapshot that are read here."""
+    """The fields of Ray Train's snapshot that this package reads."""
 
     checkpoint_results: list[_Result]
     checkpoint_report_indices: list[int]
@@ -22,7 +22,7 @@ class _Snapshot(BaseModel):
     latest_checkpoint_result: _Result | None = None
 
 
-_LISTS = (
+_NAME_LISTS = (
     "validated_checkpoint_dir_names",
     "timed_out_validation_checkpoint_dir_names",
     "failed_validation_checkpoint_dir_names",
@@ -30,65 +30,75 @@ _LISTS = (
 
 
 def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
-    """Return a snapshot whose parts fit together, or None for anything else."""
+    """Return Ray Train's snapshot from its JSON; None without data, or if the data is not a consistent snapshot."""
     try:
         snapshot = json.loads(data or b"")
     except ValueError:
         return None
-    return snapshot if fits_together(snapshot) else None
+    return snapshot if is_consistent(snapshot) else None
 
 
-def fits_together(snapshot: Any) -> bool:
-    """Return whether this is a snapshot whose parts fit together."""
+def is_consistent(snapshot: Any) -> bool:
+    """Return True if a value is a consistent snapshot of Ray Train.
+
+    It has as many checkpoint results as report indices, and the latest checkpoint is one of the results.
+    """
     try:
-        parts = _Snapshot.model_validate(snapshot, strict=True)
+        parsed = _Snapshot.model_validate(snapshot, strict=True)
     except ValidationError:
         return False
-    latest, results = parts.latest_checkpoint_result, parts.checkpoint_results
-    return len(results) == len(parts.checkpoint_report_indices) and (latest is None or latest in results)
+    latest = parsed.latest_checkpoint_result
+    results = parsed.checkpoint_results
+    has_latest = latest is None or latest in reversed(results)  # without scores it is the last
+    return has_latest and len(results) == len(parsed.checkpoint_report_indices)
 
 
 def checkpoint_names(snapshot: dict[str, Any] | None) -> list[str]:
-    """Return the names of the checkpoint folders, in the order of their reports; none without a snapshot."""
-    return [result["checkpoint_dir_name"] for _, result in reported(snapshot)] if snapshot else []
+    """Return the folder names of a snapshot's checkpoints in the order of their reports; empty without a snapshot."""
+    return [result["checkpoint_dir_name"] for _, result in reported_results(snapshot)] if snapshot else []
 
 
-def reported(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Return report index and result of each checkpoint, in the order of their reports."""
+def reported_results(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return report index and result of each checkpoint in a snapshot, in the order of the reports."""
     pairs = zip(snapshot["checkpoint_report_indices"], snapshot["checkpoint_results"], strict=True)
     return sorted(pairs, key=lambda pair: pair[0])
 
 
 def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the result that a restart resumes from: ``checkpoint_dir_name`` and ``metrics``."""
-    latest = snapshot.get("latest_checkpoint_result") if snapshot else None
-    return latest if isinstance(latest, dict) else None
+    """Return the result of a snapshot's latest checkpoint, with ``checkpoint_dir_name`` and ``metrics``.
+
+    Return None without a snapshot or a checkpoint. Restarted worker groups and new attempts start from this checkpoint.
+    """
+    return snapshot.get("latest_checkpoint_result") if snapshot else None
 
 
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
-    """Return the snapshot without some checkpoints, None if none is left; the newest has the highest report index."""
+    """Return a snapshot without the checkpoints in the folders ``dropped``; None if no checkpoint is left.
+
+    The latest checkpoint is then the one with the highest report index.
+    """
     if not dropped:
         return snapshot
-    names = set(checkpoint_names(snapshot)).difference(dropped)
-    if not names:
+    remaining = set(checkpoint_names(snapshot)).difference(dropped)
+    if not remaining:
         return None
 
-    def kept(results: str, beside: str) -> dict[str, list[Any]]:
-        pairs = zip(snapshot.get(results, []), snapshot.get(beside, []), strict=False)
-        left = [pair for pair in pairs if pair[0].get("checkpoint_dir_name") in names]
-        return {results: [result for result, _ in left], beside: [other for _, other in left]}
+    def filtered(results: str, parallel: str) -> dict[str, list[Any]]:
+        pairs = zip(snapshot.get(results, []), snapshot.get(parallel, []), strict=False)
+        left = [pair for pair in pairs if pair[0].get("checkpoint_dir_name") in remaining]
+        return {results: [result for result, _ in left], parallel: [other for _, other in left]}
 
     usable = {
         **snapshot,
-        **kept("checkpoint_results", "checkpoint_report_indices"),
-        **kept("pending_training_results", "pending_validation_specs"),
-        **{field: [name for name in snapshot.get(field, []) if name in names] for field in _LISTS},
+        **filtered("checkpoint_results", "checkpoint_report_indices"),
+        **filtered("pending_training_results", "pending_validation_specs"),
+        **{field: [name for name in snapshot.get(field, []) if name in remaining] for field in _NAME_LISTS},
     }
-    return {**usable, "latest_checkpoint_result": reported(usable)[-1][1]}
+    return {**usable, "latest_checkpoint_result": reported_results(usable)[-1][1]}
 
 
 def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> dict[str, Any]:
-    """Return the snapshot of a new run that starts from one checkpoint."""
+    """Return the snapshot of a new run whose only checkpoint is a copy of another run's checkpoint."""
     result = {"version": 0, "checkpoint_dir_name": checkpoint_name, "metrics": metrics}
     return {
         "ray_version": ray_version,
@@ -98,5 +108,5 @@ def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: st
         "pending_training_results": [],
         "pending_validation_specs": [],
         "current_report_index": 1,
-        **{field: [] for field in _LISTS},
+        **{field: [] for field in _NAME_LISTS},
     }

@@ -1,1 +1,1 @@
-"""How bytes are kept: a directory or an object store behind one protocol, with retries and classes of faults."""
+"""Storages behind one protocol: a directory or an object store, with retries and classes of faults."""

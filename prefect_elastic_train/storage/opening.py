@@ -1,4 +1,4 @@
-"""Opening a storage: from its settings to its run directories."""
+"""Opening of a storage, from its settings to its run directories. Belongs to all processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from pydantic import SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings, StorageSettings
-from prefect_elastic_train.storage.objects import ObjectRunStore
+from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
 class Storage:
-    """A place with run directories. Safe for threads, and picklable; nothing is connected before it is used."""
+    """A folder of run directories, on a disk or in an object store.
+
+    Thread-safe and picklable. It connects when it is used.
+    """
 
     def __init__(self, settings: StorageSettings) -> None:
-        self.settings, self.uri = settings, settings.uri
+        self.settings = settings
+        self.uri = settings.uri
         hidden = [value.get_secret_value() for _, value in settings if isinstance(value, SecretStr)]
         if not isinstance(settings, LocalStorageSettings | S3StorageSettings):
             hidden = [*_strings_in(settings.hidden_options)]
-        masked = tuple(one for one in hidden if len(one) > 3)
-        self.retries = Retries(settings.retry_seconds, settings.uri, masked, settings._outage)
+        secrets = tuple(text for text in hidden if len(text) > 3)
+        self.retries = Retries(settings.retry_seconds, settings.uri, secrets, settings._outage)
         self._filesystem: Any = None
         self._lock = threading.Lock()
 
@@ -32,22 +36,22 @@ class Storage:
         return Storage, (self.settings,)
 
     def run(self, name: str) -> RunStore:
-        """Return a run directory, which need not exist."""
+        """Return the store of a run directory, by the run's name. The run directory may not exist yet."""
         return self.folder(f"{self.settings.root}/{name}")
 
     def folder(self, path: str) -> RunStore:
-        """Return a folder on the storage's filesystem."""
+        """Return the store of a folder, by its path on the storage's filesystem."""
         if isinstance(self.settings, LocalStorageSettings):
             return LocalRunStore(path, self.retries)
         return ObjectRunStore(path, self)
 
     def run_names(self) -> list[str]:
-        """Return the names of the folders that may be run directories."""
+        """Return the names of the folders in the storage that may be run directories."""
         return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
 
     @property
     def filesystem(self) -> Any:
-        """The filesystem of an object store that fsspec has made, or makes now."""
+        """The fsspec filesystem of an object store, created at the first use."""
         with self._lock:
             self._filesystem = self._filesystem or self._connect()
             return self._filesystem
@@ -65,16 +69,19 @@ class Storage:
             options = {"skip_instance_cache": True, "use_listings_cache": False}
             options |= {**self.settings.options, **self.settings.hidden_options}
             return fsspec.filesystem(scheme, **options)
-        except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
-            failed = self.retries.without_secrets(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - each client has its own exceptions
+            problem = self.retries.without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(
-            f"cannot open {scheme}:// here: {failed}. Install the package that it needs on every node "
-            "(`pip install 'prefect-elastic-train[s3]'` for S3), and mend the options of the storage block"
+            f"cannot open {scheme}:// here: {problem}. Install the package that it needs on every node "
+            "(`pip install 'prefect-elastic-train[s3]'` for S3), and correct the options of the storage block"
         )
 
 
 def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:
-    """Open a storage, whose operations are repeated for as long as its settings say, or for so long."""
+    """Return the storage with these settings.
+
+    ``retry_seconds`` limits the retries of its operations; by default, the settings do.
+    """
     return Storage(settings if retry_seconds is None else settings.model_copy(update={"retry_seconds": retry_seconds}))
 
 

@@ -1,4 +1,7 @@
-"""Trying a storage before anything is trained on it: seconds, instead of hours until the first checkpoint fails."""
+"""Preflight of a storage: a test before training starts, instead of hours later with the first checkpoint.
+
+Runs in the driver and in a worker on each node.
+"""
 
 from __future__ import annotations
 
@@ -12,67 +15,75 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import RunStore
 
-PREFIX = ".preflight-"  # of the folder beside the run directories in which the storage is tried
-#: How long an operation is repeated here: whoever waits for a start rather hears at once that a storage is away.
-_RETRY_SECONDS = 15.0
-_OF_THE_DRIVER = "driver"
+PREFIX = ".preflight-"  # names the test folder, which is beside the run directories
+_RETRY_SECONDS = 15.0  # per operation: an unreachable storage is reported early
+_DRIVER_FILE = "driver"
+_OTHER_STORE = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the driver has left in the storage, for the nodes to find: a folder named by an id, and a file with it."""
+    """A test of the storage, from the driver and from other nodes.
+
+    It uses a folder named after ``id``, in which the driver has written a file that all nodes must be able to read.
+    """
 
     settings: StorageSettings
     id: str
 
     def try_from(self, machine: str, store: RunStore | None = None) -> None:
-        """Try the storage from a machine: read, write, list, create exclusively, replace, delete.
+        """Test the storage from this machine: read, write, list, create exclusively, replace, delete.
+
+        ``machine`` names this machine in the error, and in the name of the test object.
 
         Raises:
-            StorageFaultError: It does not see what the driver has written, or may not do all that a run needs.
+            StorageFaultError: The driver's file is not visible, or an operation that a run needs does not work.
         """
-        store, name = store or self.folder(), f"{machine}-{uuid.uuid4().hex[:8]}"
-        other_store = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
-
-        def check(holds: bool, what: str, advice: str = other_store, kind: str = "unfit") -> None:
-            if not holds:
-                raise StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
-
-        what = f"{machine} does not see what the driver has written there"
-        advice = "mount the directory on all nodes of the cluster, or use an object store"
-        check(store.read(_OF_THE_DRIVER) == self.id.encode(), what, advice, "not shared")
-        check(store.create(name, b"1") and store.read(name) == b"1", "what was written is not read back")
-        check(name in store.names(""), "what was written is not listed")
-        what = "an object that exists is created again, so that two drivers could take one run (no If-None-Match)"
-        check(not store.create(name, b"2"), what)
+        store = store or self.folder()
+        name = f"{machine}-{uuid.uuid4().hex[:8]}"
+        if store.read(_DRIVER_FILE) != self.id.encode():
+            advice = "mount the directory on all nodes of the cluster, or use an object store"
+            raise self._fault(f"{machine} cannot read the file that the driver wrote there", advice, "not shared")
+        if not store.create(name, b"1") or store.read(name) != b"1":
+            raise self._fault("a written object is not read back")
+        if name not in store.names(""):
+            raise self._fault("a written object is not listed")
+        if store.create(name, b"2"):
+            raise self._fault("an existing object can be created again, so two drivers could use one run")
         store.replace(name, b"3")
         store.delete(name)
 
     def folder(self) -> RunStore:
-        """Return the folder of the trial."""
+        """Return the store of the folder in which the storage is tested."""
         folder = f"{self.settings.root}/{PREFIX}{self.id}"
-        return open_storage(self.settings).folder(folder).impatient(_RETRY_SECONDS)
+        return open_storage(self.settings).folder(folder).with_retry_limit(_RETRY_SECONDS)
+
+    def _fault(self, problem: str, advice: str = _OTHER_STORE, kind: str = "unfit") -> StorageFaultError:
+        return StorageFaultError(f"{self.settings.uri}: {problem}. To go on, {advice}", kind=kind, permanent=True)
 
 
 @contextmanager
 def preflight(settings: StorageSettings) -> Iterator[Probe]:
-    """Try a storage from this machine; yield what the same is tried with from others, until the ``with`` ends.
+    """Test a storage from this machine, and yield the probe that tests it from other nodes.
+
+    The probe is valid until the ``with`` block ends, which deletes the test folder.
 
     Raises:
-        StorageFaultError: It may not do all that a run needs, or does not answer.
-        OSError: The directory cannot be used, for a reason of its own.
+        StorageFaultError: An operation that a run needs does not work, or the storage does not answer.
+        OSError: The directory cannot be used for another reason.
     """
     probe = Probe(settings, uuid.uuid4().hex)
-    store, is_away = probe.folder(), False
+    store = probe.folder()
+    is_reachable = True
     try:
-        store.replace(_OF_THE_DRIVER, probe.id.encode())
+        store.replace(_DRIVER_FILE, probe.id.encode())
         probe.try_from("this machine", store)
         yield probe
     except StorageFaultError as error:
-        is_away = not error.permanent
+        is_reachable = error.permanent
         raise
     finally:
-        # In one try, and none where the storage is away: what is left is small, and no run takes it for one.
-        if not is_away:
+        # Without retries: the remains are small, and they are never taken for a run.
+        if is_reachable:
             with suppress(OSError, ConfigurationError):
-                store.impatient(0).delete_folder("")
+                store.with_retry_limit(0).delete_folder("")

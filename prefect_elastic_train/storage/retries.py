@@ -1,4 +1,7 @@
-"""Repeating what fails with a passing fault, below Ray, for a bounded time; and what that has cost."""
+"""Retries of operations that fail with a transient fault, for a bounded time, and the time spent on them.
+
+They run below Ray, in every process.
+"""
 
 from __future__ import annotations
 
@@ -17,158 +20,174 @@ from typing import Any, TypeVar
 import tenacity
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.storage.faults import Fault, chain, diagnose
+from prefect_elastic_train.storage.fault_classes import Fault, chain, diagnose
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-_TELL_SECONDS = 3.0  # an operation that has failed or hung for so long is reported
+_REPORT_SECONDS = 3.0  # an operation that has failed or hung for this long is reported
 
 
 @dataclass
 class Waits:
-    """What this process has waited for its storage."""
+    """Time that this process has waited for its storage, and the tries that failed."""
 
-    seconds: float = 0.0  # from first failure to success or surrender, of all operations; those at one time count once
-    #: Tries that failed, and what was wrong last.
-    tries: int = 0
-    last: str = ""
-
-
-# Of the process, which waits as a whole: what it has waited since that was taken last, and when that was counted last.
-_lock = threading.Lock()
-_waits = Waits()
-_counted_at = 0.0
-#: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
-_begun: list[float] = []
+    seconds: float = 0.0  # from first failures to success or to giving up; concurrent operations count once
+    tries: int = 0  # that failed
+    last: str = ""  # error of the last failed try
 
 
-def take_waits() -> Waits:
-    """Return what this process has waited for its storage since the last call, up to the last try of what goes on."""
-    global _waits
-    with _lock:
-        taken = _waits
-        _waits = Waits()
-        return taken
+class _WaitMonitor:
+    """Measures the time that this process waits for its storage. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = Waits()
+        self._counted_until = 0.0
+        #: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
+        self._running: list[float] = []
+
+    def collect(self) -> Waits:
+        """Return the time that this process has waited for its storage since the last call of this method.
+
+        For an operation that is still running, it is the time up to its last try.
+        """
+        with self._lock:
+            waits = self._waits
+            self._waits = Waits()
+            return waits
+
+    def waiting_since(self) -> float | None:
+        """Return the start of the oldest storage operation that is running, in seconds of the monotonic clock.
+
+        Return None if all running operations are younger than some seconds.
+        """
+        oldest = min([*self._running], default=math.inf)
+        return oldest if time.monotonic() - oldest > _REPORT_SECONDS else None
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Count the ``with`` block as one running operation of the storage."""
+        began = time.monotonic()
+        self._running.append(began)
+        try:
+            yield
+        finally:
+            self._running.remove(began)
+
+    def count(self, began: float, failed: str = "") -> None:
+        """Add the time since ``began`` to the time that this process has waited for its storage.
+
+        Time that a concurrent operation has added is not added again. ``failed`` is the error of a failed try, which is
+        counted; empty for none.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._waits.seconds += now - max(began, self._counted_until)
+            self._counted_until = now
+            if failed:
+                self._waits.tries += 1
+                self._waits.last = failed
 
 
-def waiting_since() -> float | None:
-    """Return the start of the oldest operation, on the monotonic clock; None if none has run for some seconds."""
-    oldest = min([*_begun], default=math.inf)
-    return oldest if time.monotonic() - oldest > _TELL_SECONDS else None
-
-
-@contextmanager
-def operation() -> Iterator[None]:
-    """Have the time of the ``with`` count as one operation of :func:`waiting_since`."""
-    began = time.monotonic()
-    _begun.append(began)
-    try:
-        yield
-    finally:
-        _begun.remove(began)
-
-
-def _count(began: float, failed: str = "") -> None:
-    """Count an operation that waits since ``began`` and a try of it that failed, if any; of several at a time one."""
-    global _counted_at
-    with _lock:
-        now = time.monotonic()
-        _waits.seconds += now - max(began, _counted_at)
-        _counted_at = now
-        if failed:
-            _waits.tries += 1
-            _waits.last = failed
+#: One for the process: the loop, its uploads and the controller wait for the same storage.
+_monitor = _WaitMonitor()
+collect_waits = _monitor.collect
+waiting_since = _monitor.waiting_since
+operation = _monitor.operation
 
 
 @dataclass(frozen=True)
 class Retries:
-    """Repeats what fails with a passing fault, with exponential back-off and jitter, for a bounded time.
+    """Retries operations that fail with a transient fault, with exponential back-off and jitter, for a bounded time.
 
     Attributes:
-        seconds: From the first failure on; after that the fault is raised. 0: nothing is repeated.
-        where: The storage, for messages.
-        hidden: Secrets that no message may show.
+        seconds: Time from the first failure after which the fault is raised. 0: no retries.
+        storage: URI of the storage, for messages.
+        secrets: Secrets that are masked in messages.
+        outage: A file; while it exists, the storage does not answer. For rehearsals.
     """
 
     seconds: float = 300.0
-    where: str = "the storage"
-    hidden: tuple[str, ...] = field(default=(), repr=False)
-    #: A file that, while it is there, makes the storage one that does not answer: a rehearsal's.
+    storage: str = "the storage"
+    secrets: tuple[str, ...] = field(default=(), repr=False)
     outage: str = ""
 
-    def call(self, what: str, operation: Callable[[], Answer]) -> Answer:
-        """Carry out an operation.
+    def call(self, title: str, operation: Callable[[], Result]) -> Result:
+        """Run an operation of the storage, with retries after transient faults, and return its result.
 
         Args:
-            what: The operation, for messages, such as ``"write runs/a/b.json"``.
-            operation: May be carried out several times, also after it has succeeded and its answer was lost.
+            title: The operation in messages, such as ``"write runs/a/b.json"``.
+            operation: May run several times, also after it has succeeded and its response was lost.
 
         Raises:
-            StorageFaultError: It failed for good, or for too long.
-            Exception: What says nothing of the storage, as it is.
+            StorageFaultError: A permanent fault of the storage, or a transient one for too long.
+            Exception: Any other error, unchanged.
         """
 
-        def attempt() -> Answer:
+        def attempt() -> Result:
             self._check_outage()
             return operation()
 
-        with self._rules(what) as rules:
+        with self._rules(title) as rules:
             return tenacity.Retrying(**rules)(attempt)
 
-    async def call_async(self, what: str, operation: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Carry out an operation of an event loop."""
+    async def call_async(self, title: str, operation: Callable[[], Awaitable[Result]]) -> Result:
+        """Run an operation of the storage in an event loop, with retries, as :meth:`call` does without one."""
 
-        async def attempt() -> Answer:  # tenacity awaits what was defined to be
+        async def attempt() -> Result:  # tenacity only awaits coroutine functions
             self._check_outage()
             return await operation()
 
-        with self._rules(what) as rules:
-            answer: Answer = await tenacity.AsyncRetrying(**rules)(attempt)
-            return answer
+        with self._rules(title) as rules:
+            result: Result = await tenacity.AsyncRetrying(**rules)(attempt)
+            return result
 
     def _check_outage(self) -> None:
         if self.outage and os.path.exists(self.outage):
-            raise TimeoutError(errno.ETIMEDOUT, "no answer, as is rehearsed")
+            raise TimeoutError(errno.ETIMEDOUT, "no answer: this outage is rehearsed")
 
-    def at_most(self, seconds: float) -> Retries:
-        """Return the same for those who rather do without than wait."""
+    def with_limit(self, seconds: float) -> Retries:
+        """Return a copy of this retry policy that retries for at most ``seconds``."""
         return replace(self, seconds=min(seconds, self.seconds))
 
     def without_secrets(self, text: str) -> str:
-        """Return a text with the secrets masked."""
-        for secret in self.hidden:
+        """Return text in which asterisks replace the secrets of the storage."""
+        for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
 
     @contextmanager
-    def _rules(self, what: str) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of tenacity's for one operation, which ends with the ``with``."""
-        began, tries, is_told = 0.0, 0, False
+    def _rules(self, title: str) -> Iterator[dict[str, Any]]:
+        """Yield tenacity's arguments to retry one operation, which counts as running in the ``with`` block."""
+        began = 0.0
+        tries = 0
+        is_reported = False
 
         def elapsed() -> float:
             return time.monotonic() - began if tries else 0.0
 
         def gives_up(state: tenacity.RetryCallState) -> bool:
-            nonlocal began, tries, is_told
+            nonlocal began, tries, is_reported
             error = _error_of(state)
             fault = diagnose(error)
-            # A fault in our words is of an operation within this one, which was repeated long enough.
+            # A StorageFaultError comes from an inner operation that was retried long enough.
             if fault is None or fault.permanent or isinstance(error, StorageFaultError):
                 return True
-            began, tries = began or time.monotonic(), tries + 1
-            _count(began, self._summary(error))
-            if elapsed() >= _TELL_SECONDS and not is_told:
-                is_told = True
-                says = "%s does not answer for %.0f s, tried %d times to %s, goes on for up to %.0f s: %s"
-                logger.warning(says, self.where, elapsed(), tries, what, self.seconds, self._summary(error))
+            began = began or time.monotonic()
+            tries += 1
+            _monitor.count(began, self._summary(error))
+            if elapsed() >= _REPORT_SECONDS and not is_reported:
+                is_reported = True
+                message = "%s does not answer for %.0f s, tried %d times to %s, retrying for up to %.0f s: %s"
+                logger.warning(message, self.storage, elapsed(), tries, title, self.seconds, self._summary(error))
             return elapsed() >= self.seconds
 
         def give_up(state: tenacity.RetryCallState) -> None:
-            # Called outside of any handler: nothing is noted as what this was raised while.
-            raise self._in_our_words(_error_of(state), what, f"tried {tries} times for {elapsed():.0f} s")
+            # No exception is being handled here, so this one gets no context.
+            raise self._translate(_error_of(state), title, f"tried {tries} times for {elapsed():.0f} s")
 
         try:
             with operation():
@@ -180,24 +199,29 @@ class Retries:
                 }
         finally:
             if tries:
-                _count(began)
+                _monitor.count(began)
 
-    def _in_our_words(self, error: BaseException, what: str, tried: str) -> BaseException:
-        """Return a fault of the storage as one error class; anything else as it is, unless it shows a secret."""
+    def _translate(self, error: BaseException, title: str, tried: str) -> BaseException:
+        """Return a StorageFaultError for an error that is a fault of the storage or contains a secret of it.
+
+        Return any other error unchanged.
+        """
         fault = diagnose(error)
-        shown = [*traceback.format_exception(error), *(repr(one) for one in chain(error))]
-        holds_a_secret = any(secret in text for secret in self.hidden for text in shown)
-        if isinstance(error, StorageFaultError) or (fault is None and not holds_a_secret):
+        texts = [*traceback.format_exception(error), *map(repr, chain(error))]
+        has_secret = any(secret in text for secret in self.secrets for text in texts)
+        if isinstance(error, StorageFaultError) or (fault is None and not has_secret):
             return error
-        says = f"{what}: {self._summary(error)}"
-        if fault is not None and fault.permanent:
-            says = f"{what}: {fault.kind}: {self._summary(error)}. To go on, {fault.advice}"
-        elif fault is not None:
-            says = f"{what}, {tried}: {self._summary(error)}. Is it up and reachable from this machine?"
+        summary = self._summary(error)
         fault = fault or Fault("unknown", permanent=True)
-        told = StorageFaultError(f"{self.where}: cannot {says}", kind=fault.kind, permanent=fault.permanent)
-        told.__cause__ = None if holds_a_secret else error
-        return told
+        if fault.advice:
+            problem = f"{title}: {fault.kind}: {summary}. To go on, {fault.advice}"
+        elif fault.permanent:
+            problem = f"{title}: {summary}"
+        else:
+            problem = f"{title}, {tried}: {summary}. Is it up and reachable from this machine?"
+        translated = StorageFaultError(f"{self.storage}: cannot {problem}", kind=fault.kind, permanent=fault.permanent)
+        translated.__cause__ = None if has_secret else error
+        return translated
 
     def _summary(self, error: BaseException) -> str:
         return self.without_secrets(f"{type(error).__name__}: {error!s}")[:400]

@@ -1,7 +1,9 @@
-"""A run directory: small objects, which the fence and the commits stand on, and the files of checkpoints.
+"""Operations on a run directory: its small objects, which implement fence and commits, and the files of checkpoints.
 
-The fence needs no locks and no clocks, only exclusive creation and atomic replacement. A directory gives both
-through ``link`` and ``rename``; an object store gives them through conditional and plain puts.
+The fence needs neither locks nor clocks, only exclusive creation and atomic replacement. A directory has both through
+``link`` and ``rename``, an object store through conditional and plain puts.
+
+Belongs to all processes.
 """
 
 from __future__ import annotations
@@ -15,94 +17,113 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import Self
 
-from prefect_elastic_train.loop.parts import is_rank_file
+from prefect_elastic_train.loop.rank_files import is_rank_file
 from prefect_elastic_train.storage.retries import Retries
 
 Item = TypeVar("Item")
 
-#: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
+#: Prefix of temporary files. They remain only after a crash during a write, and readers skip them.
 TEMPORARY_PREFIX = ".tmp-"
-NOTHING = ".elastic-train-nothing"  # shows that a folder without files was uploaded; it is not downloaded
+NOTHING = ".elastic-train-nothing"  # marks an uploaded folder without files; it is not downloaded
 _FILES_AT_ONCE = 4
 
 
-class RunStore(abc.ABC):
-    """Operations on one run directory, repeated while they fail with a passing fault.
+class Listing(NamedTuple):
+    """Names of the objects and of the folders that are directly in a folder."""
 
-    Names are relative, with forward slashes. A store can be pickled. What a kind of storage has of its own are the
-    methods with an underscore, which repeat nothing.
+    objects: list[str]
+    folders: list[str]
+
+
+class RunStore(abc.ABC):
+    """Operations on one run directory, retried while they fail with a transient fault.
+
+    Names are relative, with forward slashes. A store can be pickled. Each kind of storage implements the methods with
+    an underscore, which do not retry.
 
     Args:
-        path: Where the run directory is on its filesystem: a directory, or bucket and prefix.
-        retries: How operations are repeated.
+        path: Path of the run directory on its filesystem: a directory, or bucket and prefix.
+        retries: Policy of retries.
 
     Raises:
-        StorageFaultError: By all methods: the storage refuses, or was away for too long.
+        StorageFaultError: By all methods: the storage refused, or was unreachable for too long.
     """
 
     def __init__(self, path: str, retries: Retries) -> None:
         self.path = path
         self.retries = retries
-        #: Where the run directory is, for people and for other programs.
+        #: URI of the run directory, for users and other programs.
         self.uri = path
 
-    def impatient(self, seconds: float) -> Self:
-        """Return the same store for those who rather do without than wait."""
-        same = copy.copy(self)
-        same.retries = self.retries.at_most(seconds)
-        return same
+    def with_retry_limit(self, seconds: float) -> Self:
+        """Return a copy of this store whose operations are retried for at most ``seconds``."""
+        limited = copy.copy(self)
+        limited.retries = self.retries.with_limit(seconds)
+        return limited
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create an object that does not exist yet, whole or not at all; durable on return.
+        """Create an object in the run directory that does not exist yet, atomically; it is durable on return.
 
         Returns:
-            False if the name is taken by other content. Exactly one of several creators gets True.
+            False if an object with other content exists. Exactly one of several creators gets True.
         """
-        # A try whose answer was lost may have made it, and clients of HTTP and NFS repeat by themselves. What two
-        # creators write is never the same: records hold an id or a time.
+        # An earlier try whose response was lost may have created it, and HTTP and NFS clients retry on their own. Two
+        # creators never write the same content: records contain an id or a time.
         return self.retries.call(f"create {name}", lambda: self._create(name, data) or self._read(name) == data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write an object so that a reader sees the old or the new content, never a mixture."""
+        """Write an object in the run directory atomically, whether it exists or not.
+
+        A reader gets the old or the new content, never a mixture.
+        """
         self.retries.call(f"write {name}", lambda: self._replace(name, data))
 
     def read(self, name: str) -> bytes | None:
-        """Return an object's content, or None if it does not exist."""
+        """Return the content of an object in the run directory; None if it does not exist."""
         return self.retries.call(f"read {name}", lambda: self._read(name))
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the objects directly in a folder, sorted; empty if there is no such folder."""
-        return sorted(self.retries.call(f"list {folder}", lambda: self._list(folder))[0])
+        """Return the names of the objects directly in a folder of the run directory, sorted.
+
+        Return an empty list if there is no such folder.
+        """
+        return sorted(self.retries.call(f"list {folder}", lambda: self._list(folder)).objects)
 
     def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders directly in a folder, sorted."""
-        return sorted(self.retries.call(f"list {folder or 'the run'}", lambda: self._list(folder))[1])
+        """Return the names of the folders directly in a folder of the run directory, sorted.
+
+        Return an empty list if there is no such folder.
+        """
+        return sorted(self.retries.call(f"list {folder or 'the run'}", lambda: self._list(folder)).folders)
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
-        """Return path (relative to the folder) and size in bytes of every file below it, or None without it."""
+        """Return path and size in bytes of every file below a folder of the run directory.
+
+        Paths are relative to the folder. Return None if there is no such folder.
+        """
         return self.retries.call(f"list {folder or 'the run'}", lambda: self._file_sizes(folder))
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, or None if it does not exist."""
-        return self.retries.call(f"look at {name}", lambda: self._size(name))
+        """Return the size in bytes of an object in the run directory; None if it does not exist."""
+        return self.retries.call(f"get the size of {name}", lambda: self._size(name))
 
     def delete(self, name: str) -> None:
-        """Delete an object; nothing happens if it does not exist."""
+        """Delete an object from the run directory if it exists."""
         self.retries.call(f"delete {name}", lambda: self._delete(name))
 
     def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """Delete a folder and all below it; nothing happens if it does not exist.
+        """Delete a folder of the run directory with its contents, if it exists.
 
         Args:
             name: The folder.
-            check: Called before anything is deleted; raises if the folder shall stay.
+            check: Called before anything is deleted; it raises to keep the folder.
 
         Returns:
-            Whether there was one.
+            True if the folder existed.
         """
         has_begun = False
 
@@ -110,25 +131,26 @@ class RunStore(abc.ABC):
             nonlocal has_begun
             if check is not None:
                 check()
-            may_be_gone, has_begun = has_begun, True  # a try that failed may have deleted all of it
-            return self._delete_folder(name) or may_be_gone
+            is_repeated = has_begun  # a failed try before may have deleted the folder
+            has_begun = True
+            return self._delete_folder(name) or is_repeated
 
         return self.retries.call(f"delete {name}", delete)
 
     def abandon_uploads(self) -> int:
-        """Remove what unfinished uploads left behind out of sight, and return how many there were.
+        """Delete the parts of unfinished uploads, which an object store keeps without listing them.
 
-        No worker of this run may be uploading, bar those of attempts that were fenced off.
+        Return the number of these uploads. No worker of this run may be uploading, except those of fenced-off attempts.
         """
         return 0
 
     def upload(self, source: str, name: str) -> None:
-        """Copy a file, or all files below a folder, of this machine's disk into the run directory; durable on return.
+        """Copy a local file, or all files below a local folder, into the run directory; durable on return.
 
-        A session's rank file, which shows that the rank has stored all others, is copied last.
+        A session's rank file is copied last: it marks the rank's files as complete.
 
         Raises:
-            ValueError: Something in it is neither a file nor a folder.
+            ValueError: The folder contains something that is neither a file nor a folder.
         """
         if os.path.isfile(source):
             self._upload_files([(source, name)])
@@ -141,14 +163,17 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def download(self, name: str, target: str) -> None:
-        """Copy all below a folder to this machine's disk.
+        """Copy the contents of a folder of the run directory to a local folder.
 
         Raises:
-            FileNotFoundError: There is nothing.
+            FileNotFoundError: The folder does not exist or is empty.
         """
 
     def copy_folder(self, source: str, name: str) -> None:
-        """Copy a folder of the same storage, by its path, into the run directory."""
+        """Copy a folder of the same storage into the run directory, as the folder ``name``.
+
+        ``source`` is its path on the storage's filesystem.
+        """
         self.upload(source, name)
 
     @abc.abstractmethod
@@ -161,8 +186,7 @@ class RunStore(abc.ABC):
     def _read(self, name: str) -> bytes | None: ...
 
     @abc.abstractmethod
-    def _list(self, folder: str) -> tuple[list[str], list[str]]:
-        """Return the names of the objects in a folder, and of the folders."""
+    def _list(self, folder: str) -> Listing: ...
 
     @abc.abstractmethod
     def _file_sizes(self, folder: str) -> dict[str, int] | None: ...
@@ -178,11 +202,11 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
-        """Copy files of this machine's disk to names, with retries."""
+        """Copy local files into the run directory, with retries. ``files`` has local path and name of each."""
 
 
 class LocalRunStore(RunStore):
-    """A run directory on a disk or on a shared mount such as NFS, which must know hard links."""
+    """A run directory on a disk or on a shared mount such as NFS, which must support hard links."""
 
     def __init__(self, path: str, retries: Retries | None = None) -> None:
         super().__init__(path, retries or Retries(0, path))
@@ -192,14 +216,14 @@ class LocalRunStore(RunStore):
         shutil.copytree(self._root / name, target, ignore=shutil.ignore_patterns(NOTHING), dirs_exist_ok=True)
 
     def _create(self, name: str, data: bytes) -> bool:
-        # link() fails if the target exists, on NFS too, and the content is there from the first moment.
+        # link() fails if the target exists, on NFS too, and makes the complete content visible at once.
         with _temporary(self._root / name, data) as temporary, suppress(FileExistsError):
             os.link(temporary, self._root / name)
             return True
         return False
 
     def _replace(self, name: str, data: bytes = b"", source: str = "") -> None:
-        # Ranks may write files of one name at the same time: one of them stays, and whole.
+        # Ranks may write files of the same name concurrently: one of them remains, complete.
         with _temporary(self._root / name, data, source) as temporary:
             os.replace(temporary, self._root / name)
 
@@ -209,23 +233,23 @@ class LocalRunStore(RunStore):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
-    def _list(self, folder: str) -> tuple[list[str], list[str]]:
+    def _list(self, folder: str) -> Listing:
         try:
-            with os.scandir(self._root / folder) as found:
-                entries = list(found)
+            with os.scandir(self._root / folder) as iterator:
+                entries = list(iterator)
         except (FileNotFoundError, NotADirectoryError):
-            return [], []
-        names = [one.name for one in entries if one.is_file() and not one.name.startswith(TEMPORARY_PREFIX)]
-        return names, [one.name for one in entries if one.is_dir()]
+            return Listing([], [])
+        names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX)]
+        return Listing(names, [entry.name for entry in entries if entry.is_dir()])
 
     def _file_sizes(self, folder: str) -> dict[str, int] | None:
         root = self._root / folder
         if not root.is_dir():
             return None
         sizes: dict[str, int] = {}
-        for parent, _, files in os.walk(root, onerror=_raise_unless_gone):
+        for parent, _, files in os.walk(root, onerror=_raise_unless_deleted):
             for path in (f"{parent}/{file}" for file in files if not file.startswith(TEMPORARY_PREFIX)):
-                with suppress(FileNotFoundError):  # deleted while we looked
+                with suppress(FileNotFoundError):  # deleted in the meantime
                     sizes[path.removeprefix(f"{root}/")] = os.stat(path).st_size
         return sizes
 
@@ -238,11 +262,11 @@ class LocalRunStore(RunStore):
 
     def _delete_folder(self, name: str) -> bool:
         path = self._root / name
-        if not path.is_dir() or path.is_symlink():  # as a run that was put on another disk may be
+        if not path.is_dir() or path.is_symlink():  # a run may be a link to another disk
             return False
         shutil.rmtree(path, ignore_errors=True)
-        if path.exists():  # others may delete it, too, and a writer that was stopped may write into it still
-            shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_gone(error[1]))
+        if path.exists():  # other processes may delete it, too, or still write into it
+            shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_deleted(error[1]))
         _sync_folder(path.parent)
         return True
 
@@ -256,30 +280,40 @@ class LocalRunStore(RunStore):
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], at_once: int) -> None:
-    """Do something with items, several at a time; when one fails, those that wait are left out and its error raised."""
+    """Call ``work`` for each item, ``at_once`` items at a time in threads.
+
+    After the first error, no further item begins.
+    """
     with ThreadPoolExecutor(at_once, thread_name_prefix="elastic-train-transfer") as pool:
         list(pool.map(work, items))
 
 
 def _files_below(folder: str) -> Iterator[str]:
-    """Yield the paths of all files below a folder; links are followed."""
+    """Yield the paths of all files below a local folder; links are followed.
+
+    Raises:
+        ValueError: The folder contains something that is neither a file nor a folder, or a link to a parent folder.
+    """
 
     def fail(error: OSError) -> None:
-        raise error  # what is in a folder that cannot be listed would be missing
+        raise error  # files of a folder that cannot be listed must not be left out
 
     for parent, _, files in os.walk(folder, followlinks=True, onerror=fail):
         if os.path.realpath(parent) in map(os.path.realpath, Path(parent).parents):
-            raise ValueError(f"{parent} is a link to a folder that it is in; remove it from the checkpoint")
+            raise ValueError(f"{parent} is a link to one of its parent folders; remove it from the checkpoint")
         for path in (os.path.join(parent, name) for name in files):
             if not os.path.isfile(path):
-                what = f"a link to {os.readlink(path)!r}, where there is no file" if os.path.islink(path) else "no file"
-                raise ValueError(f"{path} is {what}; put files and folders into the checkpoint only, or remove it")
+                link = f", but a link to {os.readlink(path)!r}" if os.path.islink(path) else ""
+                raise ValueError(f"{path} is not a file{link}; remove it: a checkpoint has only files and folders")
             yield path
 
 
 @contextmanager
 def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[str]:
-    """Write data or copy a file to a temporary one beside a target, which who is in the ``with`` puts in its place."""
+    """Write data, or copy a file, to a temporary file beside a target, and yield its path.
+
+    The ``with`` block renames or links the temporary file to the target.
+    """
     _make_folder(target.parent)
     handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
     try:
@@ -288,18 +322,18 @@ def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[st
                 shutil.copyfile(source, temporary)
             file.write(data)
             file.flush()
-            with suppress(OSError):  # some mounts know no modes
+            with suppress(OSError):  # some mounts do not support file modes
                 os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777 if source else 0o644)
             os.fsync(file.fileno())
         yield temporary
-        if not source:  # else once for all that are copied
+        if not source:  # copied files are followed by one sync of their folder
             _sync_folder(target.parent)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and those that it is in, where there are none, so that they outlast a power cut."""
+    """Create a local folder and its missing parents, durably."""
     if path.is_dir():
         return
     _make_folder(path.parent)
@@ -308,8 +342,8 @@ def _make_folder(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk."""
-    with suppress(OSError):  # some network mounts cannot sync a directory; the files in it are synced
+    """Make new, renamed and deleted entries of a local folder durable."""
+    with suppress(OSError):  # some network mounts cannot sync a directory; its files are synced
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -317,7 +351,10 @@ def _sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def _raise_unless_gone(error: BaseException) -> None:
-    """A folder that cannot be listed is not an empty one."""
+def _raise_unless_deleted(error: BaseException) -> None:
+    """Raise an error that occurred while a local folder was listed or deleted, unless it was deleted meanwhile.
+
+    A folder that cannot be listed must not count as empty.
+    """
     if not isinstance(error, FileNotFoundError):
         raise error

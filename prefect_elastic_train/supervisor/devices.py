@@ -1,9 +1,9 @@
-"""Claims of local clusters on the GPUs and CPUs of their machine, so that a GPU is used by one cluster at a time.
+"""Claims of local clusters on the GPUs of their machine, so that a GPU is used by one cluster at a time.
 
-A claim is an abstract Unix socket whose name says what is claimed and by whom. The kernel lists all names in
+A claim is an abstract Unix socket whose name contains the GPU and the claiming training. The kernel lists all names in
 ``/proc/net/unix``, for all users of the machine, and removes a name when the last process that holds the socket has
 exited, however it ended. There is no file that could be left behind, deleted or unreadable. The flow process and the
-head of the cluster hold the sockets. Containers with a network of their own do not see each other's claims. Processes
+head of the cluster hold the sockets. Containers with their own network do not see each other's claims. Processes
 other than local clusters of this package make no claims, so GPUs that they use count as free.
 """
 
@@ -19,116 +19,119 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from logging import WARNING
 from pathlib import Path
+from typing import NamedTuple
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 
-#: Kind, GPU's UUID or number of CPUs, process id of the flow, and run name; before that a random part.
-_CLAIM = re.compile("@elastic-train [0-9a-f]+ (gpu|cpu) (.+?) ([0-9]+) (.*)")
+#: After a random part: UUID of the GPU, process id of the flow, and run name.
+_CLAIM = re.compile("@elastic-train [0-9a-f]+ gpu (.+?) ([0-9]+) (.*)")
 _SMI_SECONDS = 20.0
 
 
 class DeviceClaims:
-    """The claims of one training's local clusters, kept until :meth:`release`.
+    """The GPU claims of one training's local clusters, kept until :meth:`release`.
 
     Attributes:
-        gpus: The claimed GPUs, as CUDA_VISIBLE_DEVICES names them. Empty where the GPUs of the machine are not known.
+        gpus: The claimed GPUs, as CUDA_VISIBLE_DEVICES names them. Empty if the GPUs of the machine are unknown.
     """
 
     def __init__(self) -> None:
         self.gpus: list[str] = []
         self.sockets: list[socket.socket] = []
-        os.register_at_fork(after_in_child=self.release)  # or a forked process would keep them
+        os.register_at_fork(after_in_child=self.release)  # a forked process must not keep the claims
 
-    def take(self, spec: DriverSpec, tell: Callable[..., None]) -> str:
-        """Claim the GPUs that a local cluster needs, unless it has them; return why it must wait, or an empty text.
+    def claim(self, spec: DriverSpec, on_note: Callable[[str], None]) -> str:
+        """Claim the GPUs that a training's local cluster needs, unless they are claimed already.
+
+        Returns the reason why the local cluster must wait for GPUs, or an empty text if it need not.
+
+        Args:
+            spec: The input of the driver.
+            on_note: Function that logs a message to users.
 
         Raises:
-            AttemptFailedError: It needs more GPUs than this process may use.
+            AttemptFailedError: The local cluster needs more GPUs than this process may use.
         """
-        if self.sockets:
+        needed = _needed_gpus(spec)
+        if self.sockets or not needed.least:
             return ""
-        scaling = spec.scaling
-        given = spec.cluster.num_gpus
-        each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
-        least = math.ceil(each * scaling.min_workers)
-        most: int | None = math.ceil(each * scaling.max_workers)
-        if given >= 0:
-            least = most = given
-        elif not spec.is_alone:
-            most = None  # what datasets need is not known
-        gpus = _visible_gpus() if least else {}
-        if gpus and least > len(gpus):
+        gpus = visible_gpus()
+        if gpus and needed.least > len(gpus):
             raise AttemptFailedError(
-                f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}. Lower "
-                "min_workers or num_gpus",
+                f"the local cluster needs {needed.least} GPUs, and this process may use {len(gpus)}: "
+                f"{', '.join(gpus)}. Lower min_workers or num_gpus",
                 outcome=Outcome.INVALID,
             )
-        cpus = float(spec.cluster.num_cpus or len(os.sched_getaffinity(0)))
-        if spec.is_alone:
-            cpus = min(cpus, scaling.max_workers * max(1.0, scaling.resources_per_worker.get("CPU", 1)))
         try:
-            with _bind("lock"):  # one process at a time looks and claims
+            with _bind("lock"):  # one process at a time reads the claims and makes its own
                 claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
-                users = {what: f"training {run!r} (pid {pid})" for kind, what, pid, run in claims if kind == "gpu"}
-                in_use = "; ".join(f"GPU {name} is used by {users[gpu]}" for name, gpu in gpus.items() if gpu in users)
-                free = [name for name, gpu in gpus.items() if gpu not in users]
-                if gpus and len(free) < least:
-                    return f"{in_use}; the local cluster waits for GPUs: {least}"
-                self.gpus = free[:most]
+                users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
+                in_use = "; ".join(
+                    f"GPU {name} is used by {users[uuid]}" for name, uuid in gpus.items() if uuid in users
+                )
+                free = [name for name, uuid in gpus.items() if uuid not in users]
+                if gpus and len(free) < needed.least:
+                    return f"{in_use}; the local cluster waits for GPUs: {needed.least}"
+                self.gpus = free[: needed.most]
                 self.sockets = [
-                    _bind(f"{secrets.token_hex(3)} {what} {os.getpid()} {spec.request.run_name}")
-                    for what in [f"cpu {cpus:g}", *(f"gpu {gpus[name]}" for name in self.gpus)]
+                    _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
+                    for name in self.gpus
                 ]
-        except OSError as error:  # where there is no such socket, nothing is divided
+        except OSError as error:  # without abstract sockets nothing is claimed
             return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
         if in_use:
-            tell(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
-        others = {f"training {run!r} (pid {pid})": float(what) for kind, what, pid, run in claims if kind == "cpu"}
-        total = cpus + sum(others.values())
-        there = os.cpu_count() or math.inf
-        if others and total > there:
-            tell(
-                f"The workers of the local clusters on this machine may use {total:g} CPUs together, and it has "
-                f"{there:g}: they slow each other down. Besides this training, {', '.join(others)}. Run fewer at a "
-                "time, or have them join one Ray cluster, in which each waits for free CPUs",
-                WARNING,
-            )
+            on_note(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
         return ""
 
     def release(self) -> None:
-        """Release all claims."""
-        for one in self.sockets:
-            one.close()
+        """Release all GPU claims of the training."""
+        for claim in self.sockets:
+            claim.close()
         self.sockets = []
         self.gpus = []
 
 
+class _NeededGpus(NamedTuple):
+    least: int
+    #: None: as many as are free.
+    most: int | None
+
+
+def _needed_gpus(spec: DriverSpec) -> _NeededGpus:
+    if spec.cluster.num_gpus >= 0:
+        return _NeededGpus(spec.cluster.num_gpus, spec.cluster.num_gpus)
+    scaling = spec.scaling
+    each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
+    least = math.ceil(each * scaling.min_workers)
+    # The tasks of datasets use an unknown number of GPUs.
+    return _NeededGpus(least, math.ceil(each * scaling.max_workers) if spec.is_alone else None)
+
+
 def _bind(name: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
-    made.bind(f"\0elastic-train {name}".encode()[:107])  # the longest name
-    return made
+    claim = socket.socket(socket.AF_UNIX)
+    claim.bind(f"\0elastic-train {name}".encode()[:107])  # the longest name
+    return claim
 
 
 @cache
 def _uuids() -> dict[str, str]:
-    """Return the UUIDs of NVIDIA's GPUs by index. An index may mean another GPU to another process, as in Slurm."""
+    """Return the UUIDs of the NVIDIA GPUs by index. In Slurm, an index may mean another GPU to another process."""
     listed = ""
     with suppress(OSError, subprocess.SubprocessError):
         smi = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             listed = smi.communicate(timeout=_SMI_SECONDS)[0]
         finally:
-            smi.kill()  # and not waited for: where a GPU hangs, it does not end even then
+            smi.kill()  # without a wait: with a GPU that hangs it does not exit even then
     return dict(re.findall(r"^GPU (\d+):.*UUID: (.+)\)", listed, re.MULTILINE))
 
 
-def _visible_gpus() -> dict[str, str]:
+def visible_gpus() -> dict[str, str]:
     """Map each GPU that this process may use, as named in CUDA_VISIBLE_DEVICES, to its UUID; empty if none is known.
 
-    A GPU whose UUID is not known is mapped to its name.
+    A GPU whose UUID is unknown is mapped to its name.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(_uuids())).split(",")
     return {name: _uuids().get(name, name) for name in map(str.strip, names) if name not in ("", "-1")}

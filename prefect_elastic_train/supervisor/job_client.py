@@ -1,7 +1,7 @@
-"""Ray's client of its dashboards as the supervisor uses it, and what a job brings along.
+"""The client for a Ray dashboard, and the package of modules that a driver needs in the cluster.
 
-That is this package, what the driver is told, and the user's code. All of it lies in the cluster's package store and
-on its nodes, readable for whoever can use the cluster.
+A job's package contains this Python package, the driver's spec, and the user's code. It is stored in the cluster's
+package store and on its nodes, where all users of the cluster can read it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
 _CONNECT_SECONDS = 5.0
-_ANSWER_SECONDS = 10.0
-#: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.
+_DASHBOARD_SECONDS = 10.0
+#: For listing and submitting: the list has all jobs that the cluster ever ran, and a submission may wait for the head.
 _JOBS_SECONDS = 60.0
-#: A package goes in one piece; so long may Ray itself take to read a log, too.
-_UPLOAD_SECONDS = _LOG_SECONDS = 600.0
-_PIECE_BYTES = 64 * 1024
+#: For uploading a package, which is one request, and for Ray to read a log.
+_TRANSFER_SECONDS = 600.0
+_CHUNK_BYTES = 64 * 1024
 _NO_DASHBOARD = "what answers is no Ray dashboard; give its URL, port 8265 unless set otherwise"
-#: Of each job that trains. Ray lets one that is stopped end by itself for so many seconds; the driver takes up to five.
-#: And a person's prints are not to be guessed at; the run's log has a limit of its own.
-_VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "8", "RAY_DEDUP_LOGS": "0"}
+#: Environment of a driver: the time from Ray's SIGTERM to SIGKILL, and no deduplication of lines that users print.
+_VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": f"{STOP_GRACE_SECONDS:g}", "RAY_DEDUP_LOGS": "0"}
 
 _PACKAGE = Path(__file__).parents[1]
-#: The first code that runs in a job. What keeps the driver from running here is an ImportError.
+#: The program of a job. An ImportError shows that the driver cannot run in the cluster.
 _ENTRY = """\
 import sys
 from pathlib import Path
@@ -55,31 +55,31 @@ from prefect_elastic_train.driver.__main__ import main
 
 main([str(Path(__file__).with_name("spec"))])
 """
-#: What the flow's objects are pickled by.
+#: The version that the user's objects are pickled with.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-#: An image may call its Python either way.
+#: Images name their Python one way or the other.
 _EXECUTE = 'exec "$(command -v python || command -v python3)"'
 _TRAIN = f"{_EXECUTE} -m {JOB_MODULE}"
 
 
 class UnreachableError(Exception):
-    """The dashboard does not answer, or not as it should: nothing is known of the jobs meanwhile."""
+    """The dashboard does not answer, or not as a dashboard does. The state of the jobs is unknown."""
 
 
 class UnknownJobError(UnreachableError):
-    """Ray itself says that there is no such job; a gateway has pages of its own."""
+    """Ray answers that the job does not exist. A gateway's error page is an :class:`UnreachableError`."""
 
 
 class RefusedError(AttemptFailedError):
-    """The cluster cannot be used like this; outcome ``invalid``."""
+    """The cluster refuses the request; outcome ``invalid``."""
 
 
 class JobClient(JobSubmissionClient):  # type: ignore[misc]
-    """The dashboard of a cluster.
+    """The client of a cluster's dashboard.
 
-    Ray's own client, but: all requests have a bound in time and are authorised with the block's token; environment
-    variables such as ``RAY_ADDRESS`` do not lead it to another cluster; nothing is asked before it is wanted. Every
-    method raises :class:`UnreachableError` and :class:`RefusedError`.
+    It extends Ray's own client: all requests have a timeout and are authorized with the block's token; environment
+    variables such as ``RAY_ADDRESS`` do not select another cluster; the constructor sends no request. Every method
+    raises :class:`UnreachableError` and :class:`RefusedError`.
     """
 
     def __init__(self, cluster: ClusterSettings) -> None:
@@ -87,7 +87,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         self._client_ray_version = ray.__version__
         bundle = os.path.expanduser(cluster.ca_bundle) or os.environ.get("SSL_CERT_FILE", "")
         try:
-            # Not the constructor between, which lets the environment choose the address and asks the dashboard.
+            # Skips JobSubmissionClient's constructor, which reads the address from the environment and sends a request.
             SubmissionClient.__init__(
                 self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
             )
@@ -98,39 +98,48 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         self.address = str(self._address)
 
     def check_version(self) -> None:
-        """Refuse a cluster that runs another minor version of Ray than this machine, whose driver it cannot run."""
-        with _reading():
+        """Check that the cluster runs the same minor version of Ray as this process.
+
+        Raises:
+            RefusedError: It runs another one, with which the driver cannot work.
+        """
+        with _unexpected_answers():
             answer = self._do_request("GET", "/api/version")
             if answer.status_code != 200:
                 self._raise_error(answer)
-            there = str(answer.json()["ray_version"])
-            here = ray.__version__
-        if there.split(".")[:2] != here.split(".")[:2]:
+            version = str(answer.json()["ray_version"])
+        if version.split(".")[:2] != ray.__version__.split(".")[:2]:
             raise _refused(
-                f"the cluster at {self.address} runs Ray {there} and the flow Ray {here}; use the same minor version"
+                f"the cluster at {self.address} runs Ray {version} and the flow Ray {ray.__version__}; use the same "
+                "minor version"
             )
 
-    def jobs(self) -> list[JobDetails]:
-        """List the submitted jobs that the cluster remembers."""
-        with _reading():
+    def submitted_jobs(self) -> list[JobDetails]:
+        """Return the submitted Ray jobs that the cluster remembers, those that have ended included."""
+        with _unexpected_answers():
             return [job for job in self.list_jobs() if job.type == "SUBMISSION"]
 
-    def job(self, submission_id: str) -> JobDetails | None:
-        """Look a job up; None if the cluster does not know it."""
-        with _reading(), suppress(UnknownJobError):
+    def find_job(self, submission_id: str) -> JobDetails | None:
+        """Return the details of a Ray job by its submission id; None if the cluster does not know the job."""
+        with _unexpected_answers(), suppress(UnknownJobError):
             return self.get_job_info(submission_id)
         return None
 
     def submit(
         self, submission_id: str, metadata: dict[str, str], package: Path | None = None, command: str = _TRAIN
     ) -> None:
-        """Submit a job by an id that no job has had, with the metadata that it is found by.
+        """Submit a Ray job under a new submission id, with metadata by which the job can be found again.
 
-        With a package of modules it is a driver, with the block's environment and resources; else it runs the command.
+        Args:
+            submission_id: The new id.
+            metadata: Texts that the cluster keeps with the job.
+            package: Archive with the modules of a driver, whose job gets the block's environment and resources; None
+                for a job that is not a driver.
+            command: Shell command that the job runs.
 
         Raises:
-            UnreachableError: Nobody knows whether the cluster has it.
-            RefusedError: It was refused, or cannot be sent as it is.
+            UnreachableError: It is unknown if the cluster has the job.
+            RefusedError: The cluster refused the job, or it cannot be sent.
         """
         environment: dict[str, Any] = {}
         resources: dict[str, float] = {}
@@ -155,19 +164,22 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             )
         except (AttemptFailedError, UnreachableError):
             raise
-        except requests.RequestException as error:  # an answer that Ray's client cannot read
+        except requests.RequestException as error:  # Ray's client cannot read the answer
             raise UnreachableError(f"{type(error).__name__}: {error}") from None
         except Exception as error:
             raise _refused(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
 
     def stop(self, submission_id: str) -> None:
-        """Have a job ended; a job that has ended or is unknown is left as it is."""
-        with _reading(), suppress(UnknownJobError):
+        """Request that the cluster stops a Ray job. Does nothing if the job has ended or is unknown."""
+        with _unexpected_answers(), suppress(UnknownJobError):
             self.stop_job(submission_id)
 
-    def end_pending(self, submission_id: str) -> None:
-        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too."""
-        # What it waits for is an actor with this name, in the Ray of our bounds.
+    def submit_end_of_pending(self, submission_id: str) -> None:
+        """Submit a second Ray job that ends a job that has not started yet, since Ray's own stop waits for its start.
+
+        The second job kills the actor that the pending job waits for. The name of the actor is that of the supported
+        Ray versions.
+        """
         code = (
             "import ray; ray.init(log_to_driver=False); "
             f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
@@ -175,33 +187,39 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         )
         self.submit(f"{submission_id}-end", {}, command=f"{_EXECUTE} -c {shlex.quote(code)}")
 
-    def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
-        """Read so many lines of the end of the log of a job's driver, -1 for all, in pieces; it may break off."""
+    def read_log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
+        """Yield in chunks the last lines of the log of a Ray job's driver; all lines for -1.
+
+        Raises:
+            UnreachableError: The log cannot be read, or breaks off.
+        """
         parameters = {
             "node_id": job.driver_node_id,
             "filename": f"job-driver-{job.submission_id}.log",
             "lines": str(lines),
-            "timeout": str(int(_LOG_SECONDS)),
+            "timeout": str(int(_TRANSFER_SECONDS)),
         }
         with closing(self._do_request("GET", "/api/v0/logs/file", params=parameters, stream=True)) as answer:
             if answer.status_code != 200:
                 self._raise_error(answer)
             try:
-                yield from answer.iter_content(_PIECE_BYTES)
+                yield from answer.iter_content(_CHUNK_BYTES)
             except requests.RequestException as error:
                 raise UnreachableError(f"the log broke off: {type(error).__name__}: {error}") from None
 
-    def _do_request(self, method: str, endpoint: str, **more: Any) -> requests.Response:
-        """Ask, with a bound; all of Ray's client goes this way."""
-        self._headers = _authorization(self._cluster)  # it may be in a file that changes
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
+        """Send an HTTP request to the dashboard, with a timeout and the token. All methods of Ray's client use this."""
+        self._headers = _authorization(self._cluster)  # the token may be in a file that changes
         if method == "PUT":
-            timeout = (_UPLOAD_SECONDS, _UPLOAD_SECONDS)  # sending counts to the former
+            timeout = (_TRANSFER_SECONDS, _TRANSFER_SECONDS)  # the first one includes sending
+        elif endpoint == "/api/jobs/":
+            timeout = (_CONNECT_SECONDS, _JOBS_SECONDS)
         else:
-            timeout = (_CONNECT_SECONDS, _JOBS_SECONDS if endpoint == "/api/jobs/" else _ANSWER_SECONDS)
-        # Without an `auth` of ours a .netrc would take the place of the token.
-        more |= {"timeout": timeout, "allow_redirects": False, "auth": lambda request: request}
+            timeout = (_CONNECT_SECONDS, _DASHBOARD_SECONDS)
+        # Without an `auth`, requests would use a .netrc in place of the token.
+        options |= {"timeout": timeout, "allow_redirects": False, "auth": lambda request: request}
         try:
-            answer: requests.Response = super()._do_request(method, endpoint, **more)
+            answer: requests.Response = super()._do_request(method, endpoint, **options)
             return answer
         except AuthenticationError as error:
             raise _refused(
@@ -211,17 +229,17 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except requests.RequestException as error:
             reason = getattr(error.args[0] if error.args else error, "reason", error)
             problem = f"{type(reason).__name__}: {reason}"
-        raise UnreachableError(problem)  # not from what holds the request, and with it the token
+        raise UnreachableError(problem)  # without its cause, which has the request and with it the token
 
     def _raise_error(self, answer: requests.Response) -> None:
-        said = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[-300:]}"
+        problem = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[-300:]}"
         if answer.status_code == 400:
-            raise _refused(f"Ray does not accept the job: {said}")
+            raise _refused(f"Ray does not accept the job: {problem}")
         if answer.status_code != 404:
-            raise UnreachableError(said)
+            raise UnreachableError(problem)
         if re.fullmatch(r"Job \S+ does not exist", answer.text.strip()):
-            raise UnknownJobError(said)
-        raise UnreachableError(f"{_NO_DASHBOARD}: {said}")
+            raise UnknownJobError(problem)
+        raise UnreachableError(f"{_NO_DASHBOARD}: {problem}")
 
 
 def _refused(message: str) -> RefusedError:
@@ -229,7 +247,10 @@ def _refused(message: str) -> RefusedError:
 
 
 def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the headers with the token for a cluster: the block's, or what Ray itself would take."""
+    """Return the HTTP headers with the token of a cluster; without a token, their values are None.
+
+    The token is that of the block, or else that of Ray's own settings.
+    """
     token = cluster.auth_token.get_secret_value() or os.environ.get("RAY_AUTH_TOKEN", "")
     if not token:
         with suppress(OSError):
@@ -238,16 +259,16 @@ def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
     token = token.strip()
     if not re.fullmatch("[!-~]*", token):
         raise _refused(
-            "the cluster's token holds characters that no token has, such as spaces or line ends; copy it anew"
+            "the cluster's token holds characters that no token has, such as spaces or line ends; copy it again"
         )
-    # With none, the header that is not sent keeps Ray from looking for a token by itself.
+    # None is not sent, and keeps Ray from adding a token by itself.
     value = f"Bearer {token}" if token else None
     return {"Authorization": value, "X-Ray-Authorization": value}
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Take an answer that cannot be read for none: a gateway has pages of its own."""
+def _unexpected_answers() -> Iterator[None]:
+    """Raise UnreachableError for an answer in the ``with`` that is not a dashboard's, such as a gateway's own page."""
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
@@ -256,8 +277,15 @@ def _reading() -> Iterator[None]:
 
 @contextmanager
 def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
-    """An archive of this package and of the one that a job starts, with the spec; it lies in a private folder."""
-    # The driver is inside by then, and this machine's folders are not where it runs.
+    """Make the archive for a Ray job: this package, the program of the job, and the spec. Delete it after the ``with``.
+
+    The spec in the archive has neither the dashboard's token, which the driver does not need, nor this machine's import
+    path.
+
+    Args:
+        spec: The input of the driver.
+        folder: Private folder in which the archive is made.
+    """
     cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
     spec = replace(spec, cluster=cluster, sys_path=[])
     file = folder / "job.zip"

@@ -1,4 +1,4 @@
 """Sessions inside the trainers of other libraries: ``trainers.lightning`` and ``trainers.transformers``.
 
-Neither is imported with the package: each imports its library, which the extra of the same name installs.
+Neither is imported with the package. Each imports its library, which the extra of the same name installs.
 """

@@ -148,7 +148,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
         "attempt 1 starts from the beginning",
         "worker failure",
         "attempt 2",
-        "from 2 to 3 workers",
+        "the worker group is resized from 2 to 3 workers",
         "completed",
     ]
     assert "done again" not in happened[3][0]

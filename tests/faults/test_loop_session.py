@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from prefect_elastic_train import TrainingResult, loop
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.samples import check_samples
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.sample_check import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.processes import FlowProcess, Start, commits, read_ledger, repeated, steps_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train.rehearsal.certificate import Certificate
-from prefect_elastic_train.rehearsal.rehearsing import rehearse
+from prefect_elastic_train.rehearsal.runner import rehearse
 from prefect_elastic_train.rehearsal.schedule import KINDS
 from tests.support.processes import carrying, wait_for
 from tests.support.rehearsal_loops import FLAWS
@@ -78,7 +78,7 @@ def test_a_rehearsal_that_is_told_to_end_leaves_a_certificate_that_is_not_passed
     finally:
         process.kill()
     [certificate] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert (certificate["passed"], certificate["findings"][0]["about"]) == (False, "not all rehearsed")
+    assert (certificate["passed"], certificate["findings"][0]["about"]) == (False, "rehearsal incomplete")
     assert [*scratch.glob("rehearsal-*")] == []
     wait_for(lambda: not carrying(f"TESTS_REHEARSAL={mark}"), 20, "the end of its processes")
 

@@ -23,7 +23,7 @@ from prefect.states import Failed
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.orchestration.publisher import DRIVER_RESTARTED, WORKER_FAILED
+from prefect_elastic_train.orchestration.prefect_events import DRIVER_RESTARTED, WORKER_FAILED
 from tests.support.clusters import RayHead
 from tests.support.deployments import (
     DATABASE_SECONDS,
@@ -131,7 +131,7 @@ def test_controller_that_gives_no_sign_of_life_is_replaced_and_one_that_computes
     controller.suspend()
     result = flow.completed(120)
     assert result["attempts"] == 2
-    assert "gave no sign of life" in flow.log
+    assert "sent no heartbeat" in flow.log
     assert is_right(result["checkpoint_uri"], steps=10)
     assert not alive([controller]), "the stopped controller is not left behind"
 
@@ -254,8 +254,8 @@ def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link
     name = client.read_flow_run(run.id).name
     wanted = [
         (f"Workers failed: {name} |", "rank 1: killed; rank 2: NaN. The worker group is restarted; reports that"),
-        (f"A driver was lost: {name} |", "driver_lost: signal 9. A new driver goes on from checkpoint_3."),
-        (f"Failed: {name} |", "the loss is not a number. It stays so; after a Retry"),
+        (f"A driver was lost: {name} |", "driver_lost: signal 9. A new driver resumes from checkpoint_3."),
+        (f"Failed: {name} |", "the loss is not a number. It stays Failed; a Retry resumes"),
     ]
     assert [
         sum(all(words in one for words in (*each, f"/runs/flow-run/{run.id}")) for one in messages) for each in wanted

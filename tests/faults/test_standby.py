@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hashing_loop
 from tests.support.processes import FlowProcess, Start, read_ledger, titled
@@ -128,10 +127,10 @@ def test_a_worker_that_dies_is_replaced_by_the_ones_that_stand_by_and_so_is_a_dr
     working, parked = training.ready(1)
     assert len(parked) == 2
     assert training.replaced({max(working)}) == parked, "the others were not waited for"
-    spare = flow.wait_for(lambda: titled(flow.marked(), "--spare"), 150, "a spare driver")
+    prestarted = flow.wait_for(lambda: titled(flow.marked(), "--prestarted"), 150, "a pre-started driver")
     flow.living_driver().kill()
     training.replaced(set())
-    assert [flow.living_driver()] == spare, "the one that stood by"
+    assert [flow.living_driver()] == prestarted
     result = training.end()
     assert (result["worker_failures"], result["attempts"]) == (1, 2)
 
@@ -192,16 +191,8 @@ def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_p
     flow.living_driver().kill()
     working = training.replaced(set())
     assert are_forked(working) == {True}
-    socket = Path(server.environ()[FORK_SERVER_VARIABLE])
     server.kill()
-    others = flow.wait_for(lambda: {*titled(flow.marked(), "fork_server")} - {server}, 30, "another one")
-    flow.wait_for(socket.exists, 60, "its socket")
-    [server] = others or ()
     working = training.replaced({max(working)})
-    assert are_forked(working) == {True}
-    for _ in range(2):  # what the new server has forked first was for one driver
-        flow.living_driver().kill()
-        working = training.replaced(set())
-        assert are_forked(working) == {True}
+    assert "Workers are not forked, and take longer to start: its process ended with -9" in flow.log
     result = training.end()
-    assert (result["worker_failures"], result["attempts"]) == (2, 4)
+    assert (result["worker_failures"], result["attempts"]) == (2, 2)

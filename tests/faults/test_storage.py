@@ -169,6 +169,6 @@ def test_a_node_that_does_not_share_the_directory_is_found_before_anything_start
         node.kill()
         node.wait(10)
     assert (outcome["state"], outcome["outcome"]) == ("FAILED", "storage_error"), flow.log[-3000:]
-    assert "does not see what the driver has written there" in outcome["error"]
+    assert "cannot read the file that the driver wrote there" in outcome["error"]
     assert "mount the directory on all nodes" in outcome["error"]
     assert list(disk.iterdir()) == [], "nothing has started, and nothing is left"

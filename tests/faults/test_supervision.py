@@ -1,6 +1,6 @@
 """The flow process's side of every fault, in seconds: a script stands in for the driver, everything else is real.
 
-The README's fault table names the tests in which the same befalls a driver that trains on Ray.
+`docs/faults.md` names the tests in which the same befalls a driver that trains on Ray.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefect_elastic_train import (
     elastic_train,
 )
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.supervisor.runtime import Runtime
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.deployments import DATABASE_SECONDS, SERVED, Deploy, Program, flow_run_log
 from tests.support.processes import FlowProcess, Start, alive, free_port, prefect_server, wait_for
 from tests.support.reports import report_of, run_events
@@ -58,7 +58,7 @@ def train(folder: Path, *attempts: list[Step], **more: Any) -> tuple[Any, Script
         return elastic_train("a.module:loop", storage=storage, failures=FailureBudget(**budget), **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "driver_command", script.command)
+        patch.setattr(TrainingProcesses, "driver_command", script.command)
         return training(return_state=True).result(raise_on_failure=False), script
 
 
@@ -66,9 +66,9 @@ def train(folder: Path, *attempts: list[Step], **more: Any) -> tuple[Any, Script
     "lost",
     [
         pytest.param(["kill"], id="killed"),
-        pytest.param([{"exit": 0}], id="last word lost"),
+        pytest.param([{"exit": 0}], id="final event lost"),
         pytest.param([ended(Outcome.CLUSTER_LOST)], id="cluster lost"),
-        pytest.param(["deaf", "child", "hang"], id="no sign of life"),
+        pytest.param(["deaf", "child", "hang"], id="no heartbeat"),
     ],
 )
 def test_lost_driver_is_followed_by_another_that_knows_how_it_ended(
@@ -127,7 +127,7 @@ def test_drivers_that_are_lost_again_and_again_are_given_up_after_growing_pauses
 def test_each_training_of_a_flow_run_has_a_name_of_its_own_that_a_retried_task_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runtime, "driver_command", Script(tmp_path, [COMPLETED]).command)
+    monkeypatch.setattr(TrainingProcesses, "driver_command", Script(tmp_path, [COMPLETED]).command)
     given: dict[str, Any] = {"storage": LocalStorage(path=str(tmp_path / "runs"))}
     tries: list[str] = []
 
@@ -152,7 +152,7 @@ def test_each_training_of_a_flow_run_has_a_name_of_its_own_that_a_retried_task_k
 async def test_async_twin_trains_without_holding_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runtime, "driver_command", Script(tmp_path, [{"train": 20}, COMPLETED]).command)
+    monkeypatch.setattr(TrainingProcesses, "driver_command", Script(tmp_path, [{"train": 20}, COMPLETED]).command)
     ticks = 0
 
     async def tick() -> None:

@@ -20,7 +20,7 @@ from flows.digits import REQUIRED_ACCURACY, DigitsSummary
 from flows.digits_jax import digits_jax
 from prefect_elastic_train import CheckpointPolicy, ElasticScaling, LocalStorage, RayCluster, TrainingResult
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.orchestration import resuming
+from prefect_elastic_train.orchestration import automations
 from tests.support.deployments import delete_automations, deployment_id, end_of, flow_run_log, project_served, runs_of
 from tests.support.processes import wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
@@ -50,9 +50,11 @@ def _completed(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> 
 
 def _automate(client: SyncPrefectClient, deployment: str, at: str) -> None:
     """Have an automation start the evaluation of a deployment's trainings."""
-    wanted = resuming.scopes(client, [deployment], [])
+    wanted = automations.find_scopes(client, [deployment], [])
     for what in ("created", "unchanged"):
-        changes = resuming.apply(client, wanted, 10, 600.0, evaluate_with="evaluate/digits", evaluate_at=at)
+        changes = automations.save_automations(
+            client, wanted, 10, 600.0, evaluate_with="evaluate/digits", evaluate_at=at
+        )
         assert [done for done, _ in changes] == [what] * 3
     time.sleep(2)  # a server takes up to a second to load them
 

@@ -24,7 +24,7 @@ from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.train_flow import train
 from tests.support.deployments import deployment_id
-from tests.support.doc_blocks import blocks_of, pages, run_block
+from tests.support.doc_blocks import blocks_of, page_id, pages, run_block
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result
 
 pytestmark = pytest.mark.full
@@ -135,7 +135,7 @@ def one_cluster(api: str, joined: RayCluster, monkeypatch: pytest.MonkeyPatch) -
     get_settings.cache_clear()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem.lower())
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_blocks_of_a_page_run_as_they_stand(page: Path, folder: Path, api: str, request: pytest.FixtureRequest) -> None:
     if page.name != "README.md":  # its example shows that nothing has to be set up
         request.getfixturevalue("one_cluster")

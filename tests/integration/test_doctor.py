@@ -19,11 +19,12 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
-from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
+from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.orchestration.arguments import driver_spec
+from prefect_elastic_train.orchestration.task import make_training
 from tests.support.clusters import RayHead
 from tests.support.processes import ROOT, call, carrying, free_port, prefect_server, wait_for
 
@@ -129,7 +130,11 @@ def test_a_storage_that_cannot_be_written_and_a_wrong_token_are_named_with_the_w
     for address in (head.url, head.address):
         RayCluster(address=address, auth_token=CANARY).save("broken", overwrite=True, _sync=True)
         told = _doctor("--profile", "broken", fails={"storage", "cluster"})
-        for part in ("/sys/elastic-train-runs", "read-only", "To go on, give this user write permission, or another"):
+        for part in (
+            "/sys/elastic-train-runs",
+            "read-only",
+            "To go on, give this user write permission, or use another",
+        ):
             assert part in _found(told, "storage")
         for part in (address, "refused the token", "auth_token of the RayCluster"):
             assert part in _found(told, "cluster")
@@ -140,10 +145,10 @@ def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeyp
     LocalStorage(path="/mnt/shared/seven").save("seven", overwrite=True, _sync=True)
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_SCALING", "seven")
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_STORAGE", "training-storage-directory/seven")
-    asked = elastic_train.ask("package.module:loop")
+    asked = make_training("package.module:loop")
     spec = driver_spec(asked.request, asked.blocks)
     assert (spec.scaling.max_workers, spec.storage.uri) == (7, "/mnt/shared/seven")
     assert spec.storage_block == "training-storage-directory/seven"
-    asked = elastic_train.ask("package.module:loop", scaling=ElasticScaling(max_workers=2))
+    asked = make_training("package.module:loop", scaling=ElasticScaling(max_workers=2))
     spec = driver_spec(asked.request, asked.blocks)
     assert spec.scaling.max_workers == 2, "what is given stands before the settings"

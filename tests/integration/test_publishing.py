@@ -15,8 +15,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.orchestration import publisher as publisher_module
-from prefect_elastic_train.orchestration.publisher import Publisher, artifact_key
+from prefect_elastic_train.orchestration import report_publisher as publisher_module
+from prefect_elastic_train.orchestration.report_publisher import Publisher, prefect_key
 from prefect_elastic_train.report import pictures
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import free_port, wait_for
@@ -59,9 +59,9 @@ def make(flow_run_id: str, name: str) -> Iterator[Make]:
 
 
 def _begin(publisher: Publisher, workers: int = 2, told: bool = False) -> Publisher:
-    publisher.take(ev.AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri="/runs/r", counted=1), told=told)
+    publisher.add(ev.AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri="/runs/r", counted=1), replayed=told)
     ranks = {f"10.0.0.1:{rank}": rank for rank in range(workers)}
-    publisher.take(ev.WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), told=told)
+    publisher.add(ev.WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), replayed=told)
     return publisher
 
 
@@ -87,17 +87,17 @@ def test_one_report_and_one_progress_are_updated_in_place_and_an_earlier_process
     make: Make, client: SyncPrefectClient, flow_run_id: str, name: str
 ) -> None:
     publisher = _begin(make())
-    publisher.take(_report(250, checkpoint="checkpoint-1"))
+    publisher.add(_report(250, checkpoint="checkpoint-1"))
     publisher.close()
     [progress] = artifacts_of(client, flow_run_id, "progress")
     assert progress.data == 25.0
-    assert progress.key == artifact_key(name, "progress") == f"elastic-train-progress-{name}"
+    assert progress.key == prefect_key(name, "progress") == f"elastic-train-progress-{name}"
     assert "Training: step 250 of 1,000 (25.0%)" in report_of(client, flow_run_id)
     publisher = _begin(make())  # the flow run was resumed
-    publisher.take(_report(500))
+    publisher.add(_report(500))
     wait_for(lambda: len(artifacts_of(client, flow_run_id, "progress")) == 2, 20, "its first progress")
-    publisher.take(_report(1000, checkpoint="checkpoint-2"))
-    publisher.take(ev.AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
+    publisher.add(_report(1000, checkpoint="checkpoint-2"))
+    publisher.add(ev.AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
     publisher.end("completed")
     reports = sorted(str(artifact.data) for artifact in artifacts_of(client, flow_run_id, "markdown"))
     assert reports[0].startswith("## Completed: step 1,000 of 1,000")
@@ -116,8 +116,8 @@ def test_events_relate_to_what_their_training_belongs_to_and_are_one_however_oft
     nightly = {"prefect.resource.id": "prefect.deployment.nightly", "prefect.resource.role": "deployment"}
     for told in (False, False, True):  # the last one begins where Prefect was told before
         publisher = _begin(make(related=[nightly]), told=told)
-        publisher.take(_failed(7), told=told)
-        publisher.take(_failed(7), told=told)
+        publisher.add(_failed(7), replayed=told)
+        publisher.add(_failed(7), replayed=told)
         publisher.close()
     publisher = _begin(make(related=[nightly]))
     publisher.end("completed")
@@ -136,7 +136,6 @@ def test_report_that_somebody_has_deleted_is_made_anew(make: Make, client: SyncP
     report = report_of(client, flow_run_id)
     assert "## Failed" in report
     assert "the disk is full" in report
-    assert publisher.errors == 0
 
 
 def test_end_is_told_after_an_error_of_the_api(
@@ -147,7 +146,7 @@ def test_end_is_told_after_an_error_of_the_api(
         patch.setattr(Publisher, "_put", lambda *arguments: 1 / 0)
         wait_for(lambda: publisher.errors, 10, "an error")
     for sequence in range(3, 300):
-        publisher.take(_failed(sequence))
+        publisher.add(_failed(sequence))
     publisher.end("failed", "the disk is full")
     # After an error nobody waits for the API longer than a second; the thread goes on.
     ended = lambda: "## Failed" in "".join(str(one.data) for one in artifacts_of(client, flow_run_id, "markdown"))  # noqa: E731
@@ -176,7 +175,7 @@ def test_many_events_of_many_workers_are_few_writes(make: Make, monkeypatch: pyt
     began, index = time.monotonic(), 0
     while kinds.count("markdown") < 5 and time.monotonic() < began + 60:  # the first drawing may take seconds
         index += 1
-        publisher.take(_report(index, 10_000, checkpoint=f"checkpoint-{index}" if index % 20 == 0 else ""))
+        publisher.add(_report(index, 10_000, checkpoint=f"checkpoint-{index}" if index % 20 == 0 else ""))
         time.sleep(max(0.0, began + index / 100 - time.monotonic()))
     assert kinds.count("markdown") >= 5
     assert min(later - earlier for earlier, later in itertools.pairwise(begun)) >= interval
@@ -193,11 +192,11 @@ def test_curves_are_drawn_soon_and_then_ever_less_often(make: Make, monkeypatch:
 
     monkeypatch.setattr(pictures, "draw", draw)
     monkeypatch.setattr(publisher_module, "ARTIFACT_SECONDS", interval)
-    monkeypatch.setattr(publisher_module, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(publisher_module, "_POLL_SECONDS", 0.05)
     publisher = _begin(make(interval_seconds=0.05))
     began = time.monotonic()
     for index in range(1, 200):
-        publisher.take(_report(index))
+        publisher.add(_report(index))
         time.sleep(max(0.0, began + index / 40 - time.monotonic()))
     gaps = [later - earlier for earlier, later in itertools.pairwise(drawn)]
     assert len(gaps) >= 2, "the first came at once, others after 1, 2, 4, ... times the interval"
@@ -213,10 +212,10 @@ def test_nothing_is_drawn_after_the_close(make: Make, monkeypatch: pytest.Monkey
         drawing.append("ended")
         return {}
 
-    monkeypatch.setattr(publisher_module, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(publisher_module, "PUBLISHER_CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(pictures, "draw", draw)
     publisher = _begin(make())
-    publisher.take(_report(250, checkpoint="checkpoint-1"))
+    publisher.add(_report(250, checkpoint="checkpoint-1"))
     wait_for(lambda: drawing, 20, "the first drawing")
     publisher.close()
     assert drawing == ["begun", "ended"]
@@ -230,7 +229,7 @@ def test_nobody_waits_for_an_api_that_is_away(make: Make) -> None:
         began = time.monotonic()
         _begin(publisher)
         for index in range(1, 2000):
-            publisher.take(_report(index, checkpoint=f"checkpoint-{index}"))
+            publisher.add(_report(index, checkpoint=f"checkpoint-{index}"))
         assert time.monotonic() - began < 2
         publisher.end("completed")
         assert time.monotonic() - began < 9

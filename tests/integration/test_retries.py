@@ -14,7 +14,7 @@ from prefect_elastic_train.blocks import FailureBudget
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.orchestration import task
-from prefect_elastic_train.orchestration.training import Training
+from prefect_elastic_train.orchestration.supervision import Training
 
 
 def _loop() -> None:
@@ -56,9 +56,11 @@ def test_prefect_counts_the_retries_that_the_budget_has_left_and_goes_on_as_long
         if left == "used up":
             raise AttemptFailedError("the driver restarts are used up", outcome=Outcome.DRIVER_LOST, final=True)
         if left is not None:
-            training._take(AttemptStarted(run_name="mnist", run_uri="/r", left={"driver restart": left}))
+            training.on_event(AttemptStarted(run_name="mnist", run_uri="/r", left={"driver restart": left}), False)
         if commits:
-            training._take(CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1))
+            training.on_event(
+                CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1), False
+            )
         raise AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST)
 
     monkeypatch.setattr(Training, "_run_driver", run_driver)

@@ -13,8 +13,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_elastic_train.orchestration import flow_runs
-from prefect_elastic_train.orchestration.task import elastic_train
+from prefect_elastic_train.orchestration import position
+from prefect_elastic_train.orchestration.task import make_training
 
 #: Where it was asked, the run's name and whose it is; and what its events relate to.
 asked: list[tuple[str, str, str]] = []
@@ -32,9 +32,9 @@ def _loop() -> None:
 
 def _ask(where: str) -> None:
     """Do what elastic_train does first."""
-    training = elastic_train.ask(_loop)
+    training = make_training(_loop)
     asked.append((where, training.request.run_name, training.request.owner.describe()))
-    related[where] = training.place.related
+    related[where] = training.position.related
 
 
 @flow(name="child")
@@ -109,12 +109,12 @@ def test_subflows_at_the_same_time_are_called_by_the_order_of_their_calls() -> N
 def test_without_an_answer_a_subflow_stands_for_itself_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flow_runs, "_LOOK_UP_SECONDS", 1.0)
+    monkeypatch.setattr(position, "_QUERY_SECONDS", 1.0)
     at = datetime.now(timezone.utc)
     flow_run = FlowRun(id=uuid4(), flow_id=uuid4(), name="lonely", parent_task_run_id=uuid4(), created=at)
     context: Any = FlowRunContext.model_construct(flow_run=flow_run, flow=_child)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        place = flow_runs.current_place(context)
-    assert (place.owner.flow_run_id, place.calls) == (str(flow_run.id), ())
-    assert "cannot ask the Prefect API" in caplog.text
-    assert flow_runs.current_place(context) is place, "once decided, it stays"
+        found = position.current_position(context)
+    assert (found.owner.flow_run_id, found.calls) == (str(flow_run.id), ())
+    assert "cannot read the parent" in caplog.text
+    assert position.current_position(context) is found, "once decided, it stays"

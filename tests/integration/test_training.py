@@ -23,8 +23,8 @@ from prefect_elastic_train import (
     TrainingResult,
     elastic_train,
 )
-from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
-from prefect_elastic_train.orchestration.flow_runs import has_begun
+from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
+from prefect_elastic_train.orchestration.flow_run_state import has_begun
 from tests.support.loops import numpy_loop, validate_with_numpy
 from tests.support.own_backend import OwnConfig
 from tests.support.processes import attempts, commits, read_ledger, steps_of, wait_for

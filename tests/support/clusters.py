@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, MARK_VARIABLE
-from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
+from prefect_elastic_train.rehearsal.node_cluster import COMMAND, NodeCluster
 from tests.support.processes import ROOT, call, carrying, free_port, kill_all, spawn, titled
 
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
@@ -24,8 +24,8 @@ TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
 CLUSTER_VARIABLE = "TEST_CLUSTER_MARK"
 #: The command `ray`, for a machine that other tests keep busy.
 _PATIENT_RAY = (
-    "import sys; from ray.scripts import scripts; from prefect_elastic_train.supervisor import nodes; "
-    "nodes.change_nodes(); sys.exit(scripts.main())"
+    "import sys; from ray.scripts import scripts; from prefect_elastic_train.supervisor import raylet_patches; "
+    "raylet_patches.patch_raylet_start(); sys.exit(scripts.main())"
 )
 
 
@@ -142,7 +142,7 @@ class ElasticCluster(_Cluster):
         self._holders: list[subprocess.Popen[bytes]] = []
         self._process = self._start(*COMMAND, "torch")
         try:
-            self._nodes = Nodes(self._process)
+            self._nodes = NodeCluster(self._process)
         except BaseException:  # as SystemExit at a SIGTERM: nobody has it yet, who would close it
             self.close()
             raise

@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
-from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
+from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
 from tests.support.flow_script import train
 from tests.support.processes import ROOT, drivers_of, end_tree, run_folder, spawn, wait_for
 
@@ -180,7 +180,7 @@ class DeployedRun:
                     self.processes()
                     process.kill()
         for mark in self._marks:
-            end_marked(mark, 15)
+            kill_marked(mark, 15)
 
 
 #: Starts a run of a deployment: the fixture ``deployed``.

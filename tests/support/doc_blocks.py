@@ -78,8 +78,13 @@ class DocBlock:
 
 
 def pages() -> list[Path]:
-    """The pages of the documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return the pages of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def page_id(page: Path) -> str:
+    """Return the name of a page for test ids: its path below ``docs/``."""
+    return str(page.relative_to(ROOT)).removeprefix("docs/").removesuffix(".md").lower()
 
 
 def blocks_of(page: Path) -> list[DocBlock]:

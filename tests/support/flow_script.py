@@ -31,7 +31,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from prefect_elastic_train.supervisor.runtime import Runtime
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.scripted_driver import MODULE
 
 
@@ -65,7 +65,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
 def _begin(arguments: dict[str, Any]) -> None:
     """Write id and process of the flow run for the test to find, and let a script be its driver if it has one."""
     if "script" in arguments:
-        Runtime.driver_command = (sys.executable, "-m", MODULE, arguments["script"])
+        TrainingProcesses.driver_command = (sys.executable, "-m", MODULE, arguments["script"])
     if "flow_run_file" in arguments:
         line = json.dumps({"flow_run_id": flow_run.id, "pid": os.getpid(), "at": time.time()})
         with Path(arguments["flow_run_file"]).open("a") as file:

@@ -12,7 +12,7 @@ import time
 import ray
 from ray.util.placement_group import placement_group_table
 
-from prefect_elastic_train.elastic.cluster import cluster_nodes, remove_orphaned_groups
+from prefect_elastic_train.controller.nodes import cluster_nodes, remove_orphaned_placement_groups
 from tests.support.processes import wait_for
 
 TRIES = 10
@@ -65,7 +65,7 @@ def main(address: str, name: str) -> None:
         wait_for(is_over, 20, "the end of the driver and its actor")
         time.sleep(SETTLING_SECONDS)
         if kept():
-            removed = remove_orphaned_groups()
+            removed = remove_orphaned_placement_groups()
             time.sleep(SETTLING_SECONDS)
             print(removed, kept())
             return

@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.request import MARK_VARIABLE
-from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
+from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -224,7 +224,7 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 def drivers_of(*flow_processes: int) -> Iterator[tuple[psutil.Process, list[str], str]]:
     """The drivers, or scripts in their place, that flow processes have now: with command line and mark.
 
-    Of two in one flow process the younger is spare, and is left out.
+    Of two in one flow process the younger is pre-started, and is left out.
     """
     seen = set[int]()
     for process in sorted(psutil.process_iter(["cmdline", "create_time"]), key=lambda one: one.info["create_time"]):
@@ -332,7 +332,7 @@ class FlowProcess:
             self.process.kill()
             self.process.wait(10)
         if self._mark:
-            end_marked(self._mark, 15)
+            kill_marked(self._mark, 15)
 
 
 @contextlib.contextmanager

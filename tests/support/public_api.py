@@ -23,8 +23,9 @@ from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.events import LoopWarned
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
-from prefect_elastic_train.orchestration import publisher
-from prefect_elastic_train.orchestration.training import End
+from prefect_elastic_train.orchestration import prefect_events
+from prefect_elastic_train.orchestration.arguments import TrainOptions
+from prefect_elastic_train.orchestration.supervision import End
 from tests.support.processes import ROOT
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"
@@ -37,6 +38,7 @@ def render() -> str:
     named = {name: getattr(prefect_elastic_train, name) for name in prefect_elastic_train.__all__}
     sections = {
         "Names": (line for name, what in {**named, **_PARTS_OF_RESULTS}.items() for line in _of(name, what)),
+        "Options of elastic_train": _options(),
         "Train loops: prefect_elastic_train.loop": (
             line for name in loop.__all__ for line in _of(name, getattr(loop, name))
         ),
@@ -55,8 +57,8 @@ def listed() -> dict[str, list[str]]:
     points = [line.partition(":")[0] for line in _entry_points()]
     return {
         "api.md": [*prefect_elastic_train.__all__, *_PARTS_OF_RESULTS, *loop.__all__, *commands, *points],
-        "events.md": [name.removeprefix(publisher.PREFIX) for name in _events()],
-        "operations.md": [line.partition(":")[0] for line in _settings()],
+        "reference/events.md": [name.removeprefix(prefect_events.PREFIX) for name in _events()],
+        "reference/settings.md": [line.partition(":")[0] for line in _settings()],
     }
 
 
@@ -96,6 +98,11 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     return "\n".join(lines)
 
 
+def _options() -> Iterator[str]:
+    for name, annotation in TrainOptions.__annotations__.items():
+        yield f"{name}: {annotation.__forward_arg__}"
+
+
 def _fields(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     """A model's fields, each with its schema, which is what Prefect's forms and an API's users go by."""
     schema = model.model_json_schema()
@@ -123,9 +130,9 @@ def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]
 def _events() -> list[str]:
     """The names of the events, read from where they are told."""
     named = set(get_args(LoopWarned.model_fields["problem"].annotation))
-    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(publisher._Payloads)))
+    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(prefect_events._Payloads)))
     ends = {end.value.replace(" ", "-") for end in End} - {"left-to-its-job"}  # which is no end
-    return sorted(f"{publisher.PREFIX}{name}" for name in named | ends)
+    return sorted(f"{prefect_events.PREFIX}{name}" for name in named | ends)
 
 
 def _settings() -> list[str]:

@@ -1,4 +1,4 @@
-"""A train loop as people write it, right or with one thing wrong, for rehearsals."""
+"""A typical train loop for rehearsals, correct or with one flaw."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 INPUTS, SAMPLES = 8, 256
 
-#: What can be wrong with the loop, and what a rehearsal has to say of it.
+#: Flaws of the loop, and the problem that a rehearsal has to find.
 FLAWS = {
     "no checkpoint": "never saves",
     "ignores": "ignores its checkpoint",
-    "optimizer": "forgets a part of its state",
-    "random": "forgets a part of its state",
+    "optimizer": "does not restore all state",
+    "random": "does not restore all state",
     "world": "depends on the world size",
     "unseeded": "not deterministic",
     "unequal": "reports unequally",

@@ -1,7 +1,7 @@
 """A driver that does what a script says: all that the supervisor sees of a training, without Ray.
 
-It takes the driver's place in :attr:`Runtime.driver_command`, is told the spec of the attempt as any driver, speaks the
-events of :mod:`prefect_elastic_train.core.events` on its standard output and heeds SIGINT. As a script:
+It takes the driver's place in :attr:`TrainingProcesses.driver_command`, gets the spec of the attempt as drivers do,
+writes the events of :mod:`prefect_elastic_train.core.events` to its standard output, and exits on SIGINT. As a script:
 ``python -m tests.support.scripted_driver <script> <spec>``.
 """
 
@@ -31,7 +31,7 @@ COMPLETED: Step = ev.AttemptEnded(outcome=Outcome.COMPLETED)
 
 
 def ended(outcome: Outcome, message: str = "as the script says", **more: Any) -> ev.Event:
-    """The last word of an attempt that does not complete."""
+    """The final event of an attempt that does not complete."""
     return ev.AttemptEnded(outcome=outcome, message=message, **more)
 
 

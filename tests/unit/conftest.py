@@ -34,7 +34,7 @@ def _no_prefect_server() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _hearts_beat_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a heartbeat is watched for a moment."""
-    monkeypatch.setattr("prefect_elastic_train.runs.liveness.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("prefect_elastic_train.runs.heartbeat.HEARTBEAT_SECONDS", 0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpointStatus
 
-from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
+from prefect_elastic_train.controller.checkpoint_manager import RankedCheckpointManager
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 

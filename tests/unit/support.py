@@ -15,17 +15,22 @@ from typing import Any
 from hypothesis import settings
 from pydantic import BaseModel
 
+from prefect_elastic_train.controller.callbacks import RunCallback
+from prefect_elastic_train.controller.controller_state import ControllerSettings, ControllerState
+from prefect_elastic_train.controller.event_queue import ReceiverAddress
 from prefect_elastic_train.core.records import CommitRecord, Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
+from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
-from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.fingerprints import fingerprint
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.runs.snapshots import parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -142,6 +147,15 @@ def happening_before(store: RunStore, operation: str, happens: Callable[[], obje
             pending.pop()()
 
     return SteppedStore(store.path, before)
+
+
+def run_callback(
+    receiver: ReceiverAddress, store: RunStore, attempt: int, failures: FailureSettings, score_attribute: str = ""
+) -> RunCallback:
+    """Return the callback of a controller, with its state."""
+    context = RunContext("mnist", "0" * 32, attempt, "", store.uri)
+    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures, score_attribute)
+    return RunCallback(ControllerState(settings), WorkerHooks(context))
 
 
 class Training:

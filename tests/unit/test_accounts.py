@@ -1,4 +1,4 @@
-"""What a history adds up to, on examples computed by hand from docs/goodput.md and on any sequence of events."""
+"""Counts and time account of a history, on examples computed by hand from docs/goodput.md and on random histories."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def numbered(*events: ev.Event) -> list[ev.Event]:
 def tally_of(events: Iterable[ev.Event]) -> Tally:
     tally = Tally()
     for event in events:
-        tally.take(event)
+        tally.add(event)
     return tally
 
 
@@ -112,11 +112,11 @@ def parts(account: TimeAccount) -> dict[str, float]:
 
 
 #: A group's start at 20, its first step at 50 and a report each ten seconds from 60 on; a checkpoint at 120.
-STEADY = [started(10, 0), group(20), *reports(60, 110)]
-KEPT = [*STEADY, commit(120, "a")]
+ROUTINE = [started(10, 0), group(20), *reports(60, 110)]
+KEPT = [*ROUTINE, commit(120, "a")]
 LATER = [group(180), *reports(195, 245)]
 AGAIN = [group(1020), *reports(1030, 1080)]
-MANY = [*STEADY, *(commit(120 + number, f"c{number}") for number in range(200))]
+MANY = [*ROUTINE, *(commit(120 + number, f"c{number}") for number in range(200))]
 
 TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
     # The first report came 40 s after the group's start, ten of which are a report's usual time.
@@ -125,7 +125,7 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         {"wall": 125, "productive": 70, "startup": 50 + 5},
     ),
     "what no checkpoint preserved is kept if the loop returns": (
-        [*STEADY, state(115, "SHUTTING_DOWN"), ended(120)],
+        [*ROUTINE, state(115, "SHUTTING_DOWN"), ended(120)],
         {"wall": 120, "productive": 65, "startup": 55},
     ),
     "so is what a loop did that returns without a report": (
@@ -455,7 +455,7 @@ def test_the_parts_add_up_whatever_the_clocks_and_a_tally_goes_on_from_its_state
 ) -> None:
     place, tally = data.draw(st.integers(0, len(events))), Tally()
     for number, event in enumerate(events):
-        tally.take(event)
+        tally.add(event)
         before = tally.model_dump_json()
         _adds_up(tally.account())
         _adds_up(tally.account(event.at + 100))

@@ -1,4 +1,4 @@
-"""Beginning attempts: take-over, refusals, budgets, and signs of life."""
+"""Start of attempts: take-over, refusals, budgets, and liveness."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from prefect_elastic_train.core.records import (
     decode,
     encode,
 )
-from prefect_elastic_train.runs import layout, liveness
-from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, peek
-from prefect_elastic_train.runs.liveness import HeartbeatWriter, host_id, is_alive, process_start
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs import heartbeat, layout
+from prefect_elastic_train.runs.attempts import begin_attempt, check_run_is_free, end_attempt
+from prefect_elastic_train.runs.heartbeat import HeartbeatWriter, host_id, is_alive, process_start
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, SteppedStore, Training, begin, claim, tear
@@ -75,7 +75,7 @@ def _beat(store: LocalRunStore, beat: int = 1, interval: float = 5.0) -> None:
 
 
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
-    assert peek(RunDirectory(store), claim().request) is None
+    assert check_run_is_free(RunDirectory(store), claim().request) is None
     assert (store.names(""), store.folders()) == ([], []), "a look has written something"
     begun = begin(store, claim(config={"lr": 0.1}))
     assert (begun.attempt, begun.counted, begun.point.base, begun.point.checkpoint) == (1, 1, None, "")
@@ -100,13 +100,13 @@ def test_the_same_flow_run_takes_over_and_resumes(store: LocalRunStore) -> None:
 
 def test_a_finished_run_gives_its_result_and_begins_nothing(store: LocalRunStore) -> None:
     begin(store)
-    assert peek(RunDirectory(store), claim().request) is None
+    assert check_run_is_free(RunDirectory(store), claim().request) is None
     end_attempt(store, 1, "completed", result={"goodput": 0.5})
     end_attempt(store, 1, "driver_lost", "the first record of an end stays")
-    for finished in (peek(RunDirectory(store), claim().request), begin_attempt(store, claim())):
+    for finished in (check_run_is_free(RunDirectory(store), claim().request), begin_attempt(store, claim())):
         assert isinstance(finished, EndedRecord)
         assert (finished.attempt, finished.result) == (1, {"goodput": 0.5})
-    assert all_attempts(store) == [1]
+    assert RunDirectory(store).attempt_numbers == [1]
 
 
 @pytest.mark.parametrize("state", ["training", "completed", "claimed"])
@@ -118,12 +118,12 @@ def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(stor
         begin(store)
     if state == "completed":
         end_attempt(store, 1, "completed")
-    before = all_attempts(store)
+    before = RunDirectory(store).attempt_numbers
     words = ("'mnist'", store.uri, "'eager-otter'", "'nightly'", FLOW_RUN, "run_name", "resume=True")
     assert _refused(store, claim(OTHER_FLOW_RUN), *words).outcome is Outcome.INVALID
     with pytest.raises(AttemptFailedError, match="belongs to flow run 'eager-otter'"):
-        peek(RunDirectory(store), claim(OTHER_FLOW_RUN).request)
-    assert all_attempts(store) == before
+        check_run_is_free(RunDirectory(store), claim(OTHER_FLOW_RUN).request)
+    assert RunDirectory(store).attempt_numbers == before
     # A heart that stands still; one of a run that has ended is not looked at.
     _beat(store, interval=20 if state == "completed" else 0.05)
     assert begin(store, OTHERS_RESUME).counted == 1
@@ -140,7 +140,7 @@ def test_resume_is_refused_while_the_heart_of_the_run_beats(store: LocalRunStore
     words = ("is being trained right now", "'eager-otter'", FLOW_RUN, "cancel", *([] if torn else ["gpu-7, pid 4711"]))
     assert _refused(store, OTHERS_RESUME, *words).outcome is Outcome.INVALID
     heart.stop()
-    assert all_attempts(store) == [1]
+    assert RunDirectory(store).attempt_numbers == [1]
 
 
 def test_a_heart_counts_as_still_after_its_third_missed_beat(
@@ -149,14 +149,14 @@ def test_a_heart_counts_as_still_after_its_third_missed_beat(
     begin(store)
     _beat(store, interval=10.0)
     now, beats_at = [0.0], [25.0, 45.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if beats_at and now[0] >= beats_at[0]:
             _beat(store, int(beats_at.pop(0)), interval=10.0)
 
-    monkeypatch.setattr(liveness.time, "sleep", sleep)
+    monkeypatch.setattr(heartbeat.time, "sleep", sleep)
     assert is_alive(store, None), "it beat after two and a half intervals"
     beats_at[:] = [now[0] + 35.0]
     assert not is_alive(store, None)
@@ -171,7 +171,7 @@ def test_on_its_own_machine_a_driver_is_alive_while_its_process_is(
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + 3600)
     _refused(store, OTHERS_RESUME, f"pid {old_driver.pid}")
     with pytest.raises(AttemptFailedError, match="is being trained right now by"):
-        peek(RunDirectory(store), OTHERS_RESUME.request)  # before it starts or joins a cluster
+        check_run_is_free(RunDirectory(store), OTHERS_RESUME.request)  # before it starts or joins a cluster
     assert old_driver.poll() is None, "another flow run's driver was ended"
     owner = _claim_of(old_driver).request.owner
     assert is_alive(store, owner)
@@ -190,7 +190,7 @@ def test_the_old_driver_of_the_same_flow_run_is_ended_unless_its_attempt_has(
     begin(store, wanted)
     assert old_driver.poll() is None
     assert begin(store, claim(max_attempts_without_progress=9)).notes == [
-        f"the driver of attempt 2 (pid {old_driver.pid}) was still alive and was ended"
+        f"the driver of attempt 2 (pid {old_driver.pid}) was still alive and was killed"
     ]
     assert not psutil.pid_exists(old_driver.pid)
 
@@ -244,7 +244,7 @@ def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRu
         results = list(pool.map(start, range(6)))
     [winner] = [number for number, result in enumerate(results) if result == 1]
     assert all(f"flow run 'run-{winner}'" in str(result) for result in results if result != 1)
-    assert all_attempts(store) == [1]
+    assert RunDirectory(store).attempt_numbers == [1]
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
@@ -277,7 +277,7 @@ def test_a_retry_after_the_success_of_a_resumed_run_trains_on_only_with_another_
     wanted = claim(OTHER_FLOW_RUN, config={"epochs": 3}, resume=True)
     end_attempt(store, begin(store, wanted).attempt, "completed")
     again = claim(OTHER_FLOW_RUN, config=config, resume=True)
-    assert (peek(RunDirectory(store), again.request) is None) is trains_on
+    assert (check_run_is_free(RunDirectory(store), again.request) is None) is trains_on
     assert isinstance(begin_attempt(store, again), EndedRecord) is not trains_on
 
 
@@ -286,7 +286,9 @@ def test_the_result_of_another_configuration_is_not_given_back(store: LocalRunSt
     begin(store, claim(config=cats, named=True))
     begin(store, claim(config=dogs, named=True))
     end_attempt(store, 2, "completed", result={"trained on": "dogs"})
-    assert peek(RunDirectory(store), claim(config=dogs, named=True).request) is not None, "it is that of this one"
+    assert check_run_is_free(RunDirectory(store), claim(config=dogs, named=True).request) is not None, (
+        "it is that of this one"
+    )
     for named in (True, False):
         _refused(store, claim(config=cats, named=named), "train_loop_config['data'] changed")
 
@@ -334,7 +336,7 @@ def test_a_run_that_lost_its_record_keeps_its_creator_whoever_asks_for_it(store:
     run_id = _run(store).id
     tear(store, layout.RUN)
     _refused(store, claim(OTHER_FLOW_RUN, config={"lr": 0.2}), "'eager-otter'")
-    assert begin(store, claim(config={"lr": 0.1})).notes == ["run.json was torn or missing and was written anew"]
+    assert begin(store, claim(config={"lr": 0.1})).notes == ["run.json was torn or missing and was rewritten"]
     assert (_run(store).creator.flow_run_id, _run(store).id) == (FLOW_RUN, run_id)
 
 
@@ -365,7 +367,7 @@ def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunSt
     error = _refused(store, wanted, "3 attempts began, 1 + driver_restarts (2) are allowed")
     assert (error.outcome, error.final, error.retryable, error.attempt) == (Outcome.DRIVER_LOST, True, False, 3)
     assert (_ended(store, 3).outcome, bool(_ended(store, 3).verdict)) == ("driver_lost", True)
-    assert all_attempts(store) == [1, 2, 3]
+    assert RunDirectory(store).attempt_numbers == [1, 2, 3]
     assert begin(store, claim(OTHER_FLOW_RUN, resume=True, driver_restarts=0)).counted == 1, "another flow run's count"
 
 
@@ -379,7 +381,6 @@ def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_lo
             _refused(store, wanted, "2 attempts began, 1 + driver_restarts (1) are allowed")
             break
         begun = begin(store, wanted)
-        assert begun.restarts_left == restarts_left
         assert begun.counted == 2 - restarts_left, "an attempt that later ones make up for no longer counts"
         Training(store, number).report(f"checkpoint-{number}")
         commit = CommitRecord.model_validate_json(store.read(layout.commit_name(number, 1)) or b"")
@@ -398,7 +399,7 @@ def test_a_driver_and_a_worker_group_start_with_as_many_requests_however_many_at
         requests.clear()
         begun = begin(counting, claim(supervisor=f"resume-{number}"))  # the flow run was resumed each time
         Training(store, begun.attempt).upload(physical_name("half", begun.attempt))  # a worker dies in an upload
-        assert remove_interrupted_uploads(counting, begun.attempt)
+        assert remove_leftovers(counting, begun.attempt)
         needed.append(len(requests))
         Training(store, begun.attempt).report(name := physical_name("epoch", begun.attempt, report=number))
         commit = RunDirectory(store).newest_commit

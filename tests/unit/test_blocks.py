@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from io import BytesIO
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from prefect.blocks.core import Block
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 from prefect.utilities.callables import parameter_schema
-from pydantic import SecretStr
 
 import prefect_elastic_train
 import prefect_elastic_train.blocks
@@ -93,23 +91,3 @@ def test_a_flow_with_a_block_as_parameter_has_a_form_that_a_person_can_read(kind
         assert not {"ge", "gt", "le", "lt"} & {*field, *(key for kind in field.get("anyOf", ()) for key in kind)}, (
             "no bound that a form does not know"
         )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_guide_has_every_field_of_a_block_with_its_default_and_no_other(kind: type[Block]) -> None:
-    guide = (REPOSITORY / "docs" / "guide.md").read_text()
-    section = guide.partition(f"\n### {kind.__name__}\n")[2].partition("\n###")[0]
-    told: dict[str, str] = {}
-    for row in re.findall(r"^\| (`.*)", section, re.MULTILINE):
-        names, defaults = (cell.split(", ") for cell in row.split(" | ", 2)[:2])
-        told |= zip((name.strip("`") for name in names), defaults * (len(names) // len(defaults)), strict=True)
-    assert set(told) == set(kind.model_fields)
-    for name, field in kind.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        if field.is_required():
-            assert told[name] == "required"
-        elif isinstance(default, SecretStr):
-            assert told[name] in ("empty", '`""`')
-        else:
-            shown = json.dumps(default) if default is not None else "none"
-            assert told[name].strip("`").removesuffix(".0") == shown.removesuffix(".0"), name

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefect_elastic_train.rehearsal.checker import calculated, distance, is_clock, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.checker import (
+    float_arrays,
+    is_performance_metric,
+    largest_difference,
+    norm_difference,
+    read_arrays,
+)
 from tests.support.ledgers import check_ledger, lost_commits
 
 LENGTH, STEPS = 8, 8
@@ -105,10 +111,10 @@ def _write(folder: Path, value: float, kind: str) -> None:
 def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
     for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
         _write(tmp_path / name, value, kind)
-    one, same, other = (calculated(numbers_in(tmp_path / name)) for name in ("one", "same", "other"))
+    one, same, other = (float_arrays(read_arrays(tmp_path / name)) for name in ("one", "same", "other"))
     assert one
-    assert distance(one, same) == (0.0, "")
-    gap, where = distance(one, other)
+    assert largest_difference(one, same) == (0.0, "")
+    gap, where = largest_difference(one, other)
     assert gap == pytest.approx(0.2 / 2.2, rel=1e-6)
     assert "weight" in where
 
@@ -116,18 +122,18 @@ def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_p
 def test_what_cannot_be_read_or_is_of_another_shape_or_no_number_is_not_the_same(tmp_path: Path) -> None:
     (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
     (tmp_path / "words.txt").write_text("1 2 3")
-    assert numbers_in(tmp_path) == {}
-    assert distance({"a": np.zeros(2)}, {"a": np.zeros(3)}) == (math.inf, "a")
-    assert distance({"a": np.zeros(2)}, {"a": np.array([0, math.nan])}) == (math.inf, "a")
-    assert distance({"a": np.array([math.nan])}, {"a": np.array([math.nan])}) == (0.0, "")
-    assert distance({"a": 1.0}, {"b": 2.0}) == (0.0, "")
+    assert read_arrays(tmp_path) == {}
+    assert largest_difference({"a": np.zeros(2)}, {"a": np.zeros(3)}) == (math.inf, "a")
+    assert largest_difference({"a": np.zeros(2)}, {"a": np.array([0, math.nan])}) == (math.inf, "a")
+    assert largest_difference({"a": np.array([math.nan])}, {"a": np.array([math.nan])}) == (0.0, "")
+    assert largest_difference({"a": 1.0}, {"b": 2.0}) == (0.0, "")
 
 
 def test_numbers_of_clocks_and_loads_are_known_by_their_names() -> None:
     clocks = "step_ms runtime samples/s tokens_per_s gpu_mem_gb trainTime mfu tokensPerSecond peakMemoryGB microseconds"
     others = "sentiment_acc val/score loss mse items remember ms_ssim beta"
     assert [
-        name for name in f"{clocks} timestamps gpu_utilization {others}".split() if not is_clock(name)
+        name for name in f"{clocks} timestamps gpu_utilization {others}".split() if not is_performance_metric(name)
     ] == others.split()
 
 
@@ -135,17 +141,17 @@ def test_as_a_whole_checkpoints_are_as_far_apart_as_most_of_their_numbers() -> N
     many, few, mask = np.ones(10_000), np.array([1e-6]), np.array([0.0, -math.inf])
     counts = {"flos": 1e12, "seed": np.array([1, 2])}
     one, other = (
-        calculated({"many": many * factor, "few": sign * few, "mask": mask * factor, **counts})
+        float_arrays({"many": many * factor, "few": sign * few, "mask": mask * factor, **counts})
         for factor, sign in ((1.0, 1), (1 + 1e-9, -1))
     )
-    assert distance(one, other) == (2.0, "few")
-    assert whole_distance(one, other) == pytest.approx(2e-8, rel=0.01)
+    assert largest_difference(one, other) == (2.0, "few")
+    assert norm_difference(one, other) == pytest.approx(2e-8, rel=0.01)
     holes = np.array([math.nan, 1.0])
-    assert whole_distance({"holes": holes}, {"holes": holes * 1.5}) == pytest.approx(0.5)
+    assert norm_difference({"holes": holes}, {"holes": holes * 1.5}) == pytest.approx(0.5)
     frozen = {"few": few, "frozen": 1e6 * many, "mask": mask}
-    assert whole_distance(frozen, {**frozen, "few": 2 * few}) == pytest.approx(1.0), "what is frozen hides nothing"
-    assert whole_distance(one, {**one, "many": many * 1.01}) == pytest.approx(0.01)
-    assert whole_distance(one, {**one, "many": many[1:]}) == math.inf
-    assert whole_distance(one, {**one, "few": np.array([math.nan])}) == math.inf
-    assert calculated({"loss": 2.0, **counts}) == {}
-    assert whole_distance({"few": np.array([math.nan])}, {"few": np.array([math.nan])}) == 0.0
+    assert norm_difference(frozen, {**frozen, "few": 2 * few}) == pytest.approx(1.0), "what is frozen hides nothing"
+    assert norm_difference(one, {**one, "many": many * 1.01}) == pytest.approx(0.01)
+    assert norm_difference(one, {**one, "many": many[1:]}) == math.inf
+    assert norm_difference(one, {**one, "few": np.array([math.nan])}) == math.inf
+    assert float_arrays({"loss": 2.0, **counts}) == {}
+    assert norm_difference({"few": np.array([math.nan])}, {"few": np.array([math.nan])}) == 0.0

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name, written_by
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.checkpoints import name_folders
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext
+from prefect_elastic_train.worker.checkpoints import use_unique_folders
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 _numbers = st.tuples(st.integers(0, 20_000), st.integers(0, 300), st.integers(0, 20_000))
 
@@ -42,17 +41,16 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
 
     storage = SimpleNamespace(make_default_checkpoint_dir_name=lambda: "checkpoint_now")
     worker: Any = SimpleNamespace(_sync_checkpoint_dir_name_across_ranks=agree, storage_context=storage)
-    name_folders(worker, 3, 2)
+    use_unique_folders(worker, 3, 2)
     for name in ("latest", "latest/", None, f"a/{'ü' * 200}"):
         assert worker._sync_checkpoint_dir_name_across_ranks(name) == "latest.a0003.g02.r0001"
-    with pytest.raises(ConfigurationError, match="give one without"):
+    with pytest.raises(ConfigurationError, match="use a name without"):
         worker._sync_checkpoint_dir_name_across_ranks("a/../b")
     assert sent[:3] == ["latest.a0003.g02.r0001", "latest.a0003.g02.r0002", "checkpoint_now.a0003.g02.r0003"]
     assert (sent[3][:3], sent[3][-16:]) == ("a/ü", "ü.a0003.g02.r0004"[-16:])
     assert len(sent[3].rpartition("/")[2].encode()) in (254, 255), "what is too long for a disk is cut"
 
 
-def test_each_worker_group_of_an_attempt_has_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks, "_current", SimpleNamespace(group_failures=0))
-    callback = LoopCallback(RunContext("run", "", 1, "", ""))
-    assert [(callback.before_init_train_context([]), callback._group) for _ in range(2)] == [({}, 1), ({}, 2)]
+def test_each_worker_group_of_an_attempt_has_another_number() -> None:
+    callback = WorkerHooks(RunContext("run", "", 1, "", ""))
+    assert [(callback.begin_group(0, []), callback._group) for _ in range(2)] == [(None, 1), (None, 2)]

@@ -19,19 +19,19 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution import context
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.checkpoints import (
-    RunStorageContext,
-    name_folders,
-    open_checkpoint,
-    readable,
-    run_filesystem,
-)
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.resume import seed_from_source
-from prefect_elastic_train.storage.objects import ObjectRunStore
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
+from prefect_elastic_train.runs.seeding import copy_source
+from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.worker import loop_inspection
+from prefect_elastic_train.worker.checkpoints import (
+    RunStorageContext,
+    open_checkpoint,
+    tracked_checkpoint,
+    use_unique_folders,
+)
 from tests.support.s3 import FaultProxy
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, claim
@@ -73,7 +73,7 @@ def _report(run: RunStore, source: Path, name: str = "ckpt") -> Checkpoint:
 
 
 def _readable(handed: Checkpoint) -> Checkpoint:
-    found = readable(handed)
+    found = tracked_checkpoint(handed)
     assert found is not None
     return found
 
@@ -119,15 +119,15 @@ def test_files_keep_their_permissions_in_a_run_and_in_copies(run: RunStore, sour
 def test_what_is_no_checkpoint_on_this_machines_disk_is_refused_by_its_path(run: RunStore, source: Path) -> None:
     begin(run)
     (source / "rank-0/latest").symlink_to("step-7.pt")
-    with pytest.raises(ValueError, match=r"rank-0/latest is a link to 'step-7.pt', where .* or remove"):
+    with pytest.raises(ValueError, match=r"rank-0/latest is not a file, but a link to 'step-7.pt'; remove"):
         _report(run, source)
     (source / "rank-0/latest").unlink()
     (source / "rank-1").mkdir()
     for name, target in {"rank-0/other": "../rank-1", "rank-1/other": "../rank-0"}.items():
         (source / name).symlink_to(target)
-    with pytest.raises(ValueError, match=r"other/other is a link to a folder that it is in"):
+    with pytest.raises(ValueError, match=r"other/other is a link to one of its parent folders"):
         _report(run, source)
-    with pytest.raises(FileNotFoundError, match=f"the checkpoint to report is not there: {source}/none"):
+    with pytest.raises(FileNotFoundError, match=f"the reported checkpoint does not exist: {source}/none"):
         _report(run, source / "none", "another")
     assert "another" not in run.folders()
 
@@ -139,7 +139,7 @@ def test_what_a_loop_has_put_into_the_run_itself_is_committed_whichever_filesyst
     monkeypatch.setattr(context, "is_managed_checkpoint", context.is_managed_checkpoint)  # put back afterwards
     begin(run)
     ray = Ray(run, 1).start()
-    name_folders(SimpleNamespace(_sync_checkpoint_dir_name_across_ranks=None), 1, 1)  # type: ignore[arg-type]
+    use_unique_folders(SimpleNamespace(_sync_checkpoint_dir_name_across_ranks=None), 1, 1)  # type: ignore[arg-type]
     placed = ray.storage.build_checkpoint_path_from_name("epoch-3")
     shutil.copytree(source, placed)
     for checkpoint in (Checkpoint(placed), Checkpoint.from_directory(placed)):
@@ -204,7 +204,7 @@ def test_a_checkpoint_is_on_the_disk_before_its_commit(
     ray.register(RunStorageContext(ray.storage).persist_current_checkpoint(Checkpoint(str(source)), "epochs/1"))
     copy.create(".elastic_train/run.json", b"{}")
     wanted = claim(name="copy", resume_from="base")
-    begin(copy, wanted, seed=lambda: seed_from_source(storage, wanted.request, copy))
+    begin(copy, wanted, seed=lambda: copy_source(storage, wanted.request, copy))
     assert left == [{name: len(data) for name, data in FILES.items()}] * 2
     for name in ("base", "copy"):
         commits = storage.run(name).file_sizes(".elastic_train/commits")
@@ -233,11 +233,11 @@ def test_whether_a_loop_looks_into_its_checkpoint_is_noted(disk: Storage, source
     begin(run)
     _report(run, source)
     for look in (attrgetter("path"), Checkpoint.to_directory, Checkpoint.get_metadata, pickle.dumps):
-        loop_watch.state.opened = False
+        loop_inspection.state.opened = False
         found = _readable(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
-        assert not loop_watch.state.opened
+        assert not loop_inspection.state.opened
         look(found)
-        assert loop_watch.state.opened
+        assert loop_inspection.state.opened
 
 
 @on_object_stores

@@ -64,7 +64,7 @@ def _planned(*arguments: str) -> dict[str, Any]:
         (["LOOP", "--timeout", "0"], ["timeout_seconds=0", "above 0"]),
         (["LOOP", "--run-name", "a/b"], ["'a/b'", "letters, digits"]),
         (["LOOP", "--run-name", "a", "--resume", "--resume-from", "b"], ["one of them"]),
-        (["LOOP", "--storage", "ftp:/x"], ["block 'ftp:/x'", "a directory is given as ./x"]),
+        (["LOOP", "--storage", "ftp:/x"], ["block 'ftp:/x'", "a directory is written as ./x"]),
         (["LOOP", "--storage", "s3://a//b"], ["expected bucket/prefix"]),
         (["LOOP", "--profile", "lab"], ["elastic-scaling/lab", "API"]),
     ],
@@ -148,12 +148,12 @@ def test_a_config_that_prefect_would_not_keep_is_refused_with_its_size() -> None
     [
         ("steps", "expected key=value"),
         ("a..b=3", "key.key=value"),
-        ("a=[1", "no YAML"),
-        ("a=12e3456", "no YAML that JSON can hold"),
-        ("a=2026-01-01", "write dates and the like in quotes, as text.*date is not JSON"),
-        (Path("none.yaml"), "is no YAML.*No such file"),
+        ("a=[1", "cannot be read as YAML"),
+        ("a=12e3456", "YAML that JSON can represent"),
+        ("a=2026-01-01", "write dates in quotes.*date is not JSON"),
+        (Path("none.yaml"), "cannot be read as YAML.*No such file"),
         (Path("list.yaml"), "a table of keys and values, got a list"),
-        (Path("object.yaml"), "is no YAML"),
+        (Path("object.yaml"), "cannot be read as YAML"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_what_is_allowed(project: Path, given: str | Path, says: str) -> None:

@@ -1,4 +1,4 @@
-"""`elastic-train runs`: what it tells of runs that the real code has written and what may have happened to them."""
+"""`elastic-train runs` on run directories that the real code wrote, undamaged and damaged."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
-from prefect_elastic_train.loop.parts import rank_file
+from prefect_elastic_train.loop.rank_files import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt
 from prefect_elastic_train.runs.commits import check_fence
+from prefect_elastic_train.runs.heartbeat import this_process
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.inspecting import make_result
-from prefect_elastic_train.runs.liveness import this_process
-from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_attempt
-from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
-from prefect_elastic_train.runs.resume import choose_source, remove_interrupted_uploads
+from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
+from prefect_elastic_train.runs.seeding import choose_source
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import MotoServer
@@ -96,7 +97,7 @@ def _trained(
 
 
 def _end(store: LocalRunStore, outcome: Outcome = Outcome.COMPLETED, message: str = "", **more: Any) -> None:
-    end_attempt(store, newest_attempt(store), outcome.value, message, **more)
+    end_attempt(store, newest_attempt_number(store), outcome.value, message, **more)
 
 
 def _over(storage: Storage, name: str = "mnist", outcome: Outcome = Outcome.USER_ERROR) -> LocalRunStore:
@@ -128,8 +129,8 @@ def _claim_only(storage: Storage) -> None:
 
 def _interrupt_upload(store: Any, name: str = "d") -> str:
     """Begin to upload a checkpoint and return its folder."""
-    folder = physical_name(name, newest_attempt(store))
-    Ray(store, newest_attempt(store)).upload(folder, {"model.pt": b"hal"})
+    folder = physical_name(name, newest_attempt_number(store))
+    Ray(store, newest_attempt_number(store)).upload(folder, {"model.pt": b"hal"})
     return folder
 
 
@@ -195,8 +196,8 @@ def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
     }
     assert runs["claimed"]["flow_run_name"] == "eager-otter"
     assert runs["broken"]["detail"] == "ValueError: no"
-    assert runs["gone"]["detail"] == f"process {2**22 + 1} on this machine is gone"
-    assert runs["ahead"]["detail"] == "last sign of life -3600 s ago on elsewhere"
+    assert runs["gone"]["detail"] == f"process {2**22 + 1} on this machine exited"
+    assert runs["ahead"]["detail"] == "last active -3600 s ago on elsewhere"
     text = _done("list", storage.uri)
     assert "failed: user_error" in text
     assert len(text.splitlines()) == 1 + len(runs)
@@ -267,8 +268,8 @@ def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_
     assert states == {"mine": "unknown", "secret": "unreadable", "old": "unreadable"}
     assert result.stderr.startswith("error: 2 of 3 runs cannot be read: ")
     assert "Permission denied" in _refused("show", storage.uri, "secret")
-    assert "go on with that version, or give another run_name" in _refused("show", storage.uri, "old")
-    assert "left alone: old: the run was written by an older version" in _done("prune", storage.uri, "mine", "old")
+    assert "continue with that version, or use another run_name" in _refused("show", storage.uri, "old")
+    assert "skipped: old: the run was written by an older version" in _done("prune", storage.uri, "mine", "old")
     with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
         begin(old)
     assert refused.value.outcome is Outcome.INVALID
@@ -349,7 +350,7 @@ Damage = Callable[[LocalRunStore], object]
     ("damage", "repair"),
     [
         (lambda store: store.delete_folder("c"), "checkpoint c was dropped: 2 of 2 files are missing, first model.pt"),
-        (lambda store: tear(store, layout.commit_name(1, 3)), "commit 0001-000003 is torn and was passed over"),
+        (lambda store: tear(store, layout.commit_name(1, 3)), "commit 0001-000003 is torn and was skipped"),
     ],
 )
 def test_damage_is_told_with_what_a_resume_would_do_about_it_and_it_does_that(
@@ -374,13 +375,13 @@ def test_damage_is_told_with_what_a_resume_would_do_about_it_and_it_does_that(
 def test_a_run_without_any_commit_left_is_damaged_and_refused_and_not_pruned(storage: Storage) -> None:
     store = _over(storage)
     _interrupt_upload(store)
-    for commit in all_commits(store):
+    for commit in RunDirectory(store).commit_ids:
         store.delete(layout.commit_name(*commit))
     result = _run("verify", storage.uri)
     assert result.exit_code == 1
     assert "a resume is refused: no commit of" in result.stdout
     before = _everything(storage)
-    assert "left alone: mnist: no commit of" in _done("prune", storage.uri, "--yes")
+    assert "skipped: mnist: no commit of" in _done("prune", storage.uri, "--yes")
     assert _everything(storage) == before
 
 
@@ -396,7 +397,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     # Resumed, by a loop that has nothing left to do.
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
-    assert remove_interrupted_uploads(store, begun.attempt) == ["d"]
+    assert remove_leftovers(store, begun.attempt) == ["d"]
     result = make_result(store, add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
@@ -492,9 +493,9 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
     before = _everything(storage)
     text = _done("prune", storage.uri, "--older-than", "0", "--yes")
     trained, active = "it is being trained, or may be:", "it was active just now, or was claimed within a day"
-    reasons = {"alive": f"{trained} process", "beating": f"{trained} last sign of life 1 s ago", "unknown": trained}
+    reasons = {"alive": f"{trained} process", "beating": f"{trained} last active 1 s ago", "unknown": trained}
     for name, reason in {**reasons, "ending": active, "claimed": active}.items():
-        assert f"left alone: {name}: {reason}" in text
+        assert f"skipped: {name}: {reason}" in text
     assert _everything(storage) == before
 
 
@@ -507,7 +508,7 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
     later.start()
     planned = plan_run(RunDirectory(store), DAY)
     later.join()
-    assert (planned.kept, planned.deletions) == ("it is being trained: its heartbeat moves", [])
+    assert (planned.skipped, planned.deletions) == ("it is being trained: its heartbeat changes", [])
 
 
 @pytest.mark.parametrize("older_than", [None, DAY])
@@ -518,8 +519,8 @@ def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage,
     assert [deletion.folder for deletion in planned.deletions] == ["" if older_than else folder]
     begin(store)
     before = _everything(storage)
-    with pytest.raises(RunChangedError, match="run mnist has gone on meanwhile"):
-        list(carry_out(store, planned))
+    with pytest.raises(RunChangedError, match="run mnist has changed meanwhile"):
+        list(delete_planned(store, planned))
     assert _everything(storage) == before
 
 
@@ -530,7 +531,7 @@ def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage,
     ray = Ray(store, 1).start()
     _make_older(store, LONG_AGO)
     _beat(store, age=LONG_AGO)
-    kept = plan_run(RunDirectory(store)).kept
+    kept = plan_run(RunDirectory(store)).skipped
     assert kept.startswith("its newest attempt has no end: resume the run, which removes")
     planned = plan_run(RunDirectory(store), DAY)
     late = happening_before(
@@ -538,11 +539,11 @@ def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage,
     )  # between the last look and the fence
     if not is_late:
         ray.report("e")
-    with pytest.raises(RunChangedError, match="run mnist has gone on meanwhile"):
-        list(carry_out(late if is_late else store, planned))
+    with pytest.raises(RunChangedError, match="run mnist has changed meanwhile"):
+        list(delete_planned(late if is_late else store, planned))
     check_fence(store, 1)
     assert RunDirectory(store).resume_point.checkpoint == "e"
-    assert remove_interrupted_uploads(store, 1) == [upload]
+    assert remove_leftovers(store, 1) == [upload]
 
 
 def test_older_than_deletes_whole_runs_that_are_over_and_old(storage: Storage) -> None:
@@ -572,9 +573,9 @@ def test_a_driver_that_begins_while_a_run_is_deleted_is_told_and_another_pruner_
     def interfere() -> None:
         with pytest.raises(AttemptFailedError, match="belongs to flow run 'elastic-train runs prune'"):
             begin_attempt(store, claim())
-        assert "left alone: mnist: it is being deleted: process" in _done("prune", storage.uri, "--yes")
+        assert "skipped: mnist: it is being deleted: process" in _done("prune", storage.uri, "--yes")
 
-    list(carry_out(happening_before(store, "delete b", interfere), plan_run(RunDirectory(store), DAY)))
+    list(delete_planned(happening_before(store, "delete b", interfere), plan_run(RunDirectory(store), DAY)))
     assert os.listdir(storage.uri) == []
     assert begin(store).point.checkpoint == ""
 
@@ -586,14 +587,14 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
         begun = store.read(layout.attempt_name(2)) or b""
         store.create(layout.attempt_name(3), begun.replace(b'"attempt": 2', b'"attempt": 3'))
 
-    with pytest.raises(RunChangedError, match="run mnist was begun anew while it was deleted"):
-        list(carry_out(happening_before(store, "delete b", take_over), plan_run(RunDirectory(store), DAY)))
+    with pytest.raises(RunChangedError, match="run mnist was started again while it was deleted"):
+        list(delete_planned(happening_before(store, "delete b", take_over), plan_run(RunDirectory(store), DAY)))
     assert store.folders() == [layout.STATE_FOLDER, "b", "c"]
     pruner = json.loads(store.read(layout.attempt_name(3)) or b"")
     pruner["owner"]["pid"] = 2**22 + 1  # a pruner that was killed
     store.replace(layout.attempt_name(3), json.dumps(pruner).encode())
     assert _summaries(storage)["mnist"]["state"] == "deleting"
-    assert "its deletion was cut short" in _done("prune", storage.uri, "--dry-run")
+    assert "its deletion was interrupted" in _done("prune", storage.uri, "--dry-run")
     _done("prune", storage.uri, "--yes")
     assert os.listdir(storage.uri) == []
 
@@ -644,8 +645,8 @@ def _of_session(step: int, since: int, spoilt: int, instead: list[int]) -> dict[
             is_spoilt = (number, rank) == (spoilt, 0)
             ledger.add(np.append(seen[1:], np.array(instead, dtype=seen.dtype)) if is_spoilt else seen, number)
             if number == since - 1:
-                ledger.close(since)
-        np.savez(content, **ledger.close(step))
+                ledger.flush(since)
+        np.savez(content, **ledger.flush(step))
         files[str(rank_file("", rank, 2))] = content.getvalue()
     return files
 
@@ -653,10 +654,10 @@ def _of_session(step: int, since: int, spoilt: int, instead: list[int]) -> dict[
 @pytest.mark.parametrize(
     ("spoilt", "instead", "says"),
     [
-        (-1, [], "steps 0 to 19 saw 148 samples: exactly theirs, by index"),
-        (15, [], "saw 147 samples, and NOT exactly theirs: steps 15"),
-        (15, [49], "saw 148 samples, and NOT exactly theirs: steps 15"),
-        (3, [], "saw 147 samples, and NOT exactly theirs: steps before the oldest checkpoint that is kept"),
+        (-1, [], "steps 0 to 19 saw 148 samples: exactly the expected ones, by index"),
+        (15, [], "saw 147 samples, and NOT exactly the expected ones: steps 15"),
+        (15, [49], "saw 148 samples, and NOT exactly the expected ones: steps 15"),
+        (3, [], "saw 147 samples, and NOT exactly the expected ones: steps before the oldest checkpoint that is kept"),
     ],
 )
 def test_whether_each_step_saw_exactly_its_samples_is_told(
@@ -675,7 +676,7 @@ def test_whether_each_step_saw_exactly_its_samples_is_told(
     result = _run("verify", storage.uri, "--samples")
     assert result.exit_code == int(spoilt >= 0), "of a loop without a session nothing is known"
     assert _run("verify", storage.uri, "other", "--samples").exit_code == 1, "which is told who asks for it"
-    assert "not known: checkpoint a does not say" in result.stdout
+    assert "not known: checkpoint a has no digests of them" in result.stdout
     (rank,) = Path(store.path).glob("b*/rank-00001-of-00002.npz")
     rank.write_bytes(rank.read_bytes()[:-20])
     result = _run("verify", storage.uri, "mnist", "--samples")

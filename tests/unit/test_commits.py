@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from functools import partial
@@ -16,8 +17,8 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, check_fence
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits, newest_attempt
-from prefect_elastic_train.runs.resume import restore_snapshot
+from prefect_elastic_train.runs.repair import restore_snapshot
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit import support
@@ -49,7 +50,7 @@ def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: RunStore, data
     log = CommitLog(store, support.begin(store).attempt)
     with pytest.raises(ElasticTrainError, match=f"torn snapshot of {len(data)} bytes"):
         log.commit(data)
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([], None)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([], None)
 
 
 @pytest.mark.parametrize("name", ["b", physical_name("b", 1)])
@@ -59,10 +60,13 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_writte
     before = store.read(layout.SNAPSHOT)
     with pytest.raises(ElasticTrainError, match=f"checkpoint {name} is not in {store.uri}"):
         training.commit(name)
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
-def test_a_checkpoint_of_a_session_without_the_part_of_a_rank_is_refused_and_never_whole(store: RunStore) -> None:
+def test_a_checkpoint_of_a_session_without_the_part_of_a_rank_is_refused_and_never_whole(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "_SEEN_SECONDS", 0.5)
     training = support.Training(store, support.begin(store).attempt)
     parts = {f"rank-{rank:05}-of-00002.npz": b"1" for rank in range(2)}
     training.upload("a", {"arrays.npz": b"123", **parts})
@@ -72,7 +76,7 @@ def test_a_checkpoint_of_a_session_without_the_part_of_a_rank_is_refused_and_nev
     lacking = "1 of 2 ranks did not store their part, first rank-00001-of-00002.npz"
     with pytest.raises(ElasticTrainError, match=f"checkpoint b in {store.uri} is incomplete, not committed: {lacking}"):
         training.commit("b")
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
     run = RunDirectory(store)
     assert run.damage_of("b", run.file_sizes("b") or {}) == lacking
     assert (run.resume_point.checkpoint, run.damage_of("a", run.file_sizes("a") or {})) == ("a", "")
@@ -86,7 +90,7 @@ def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunS
     before = store.read(layout.SNAPSHOT)
     with pytest.raises(FencedOffError, match=r"attempt 1 .* attempt 2 for flow run 'eager-otter' of flow 'nightly'"):
         old.commit("b")
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
 @on_a_disk
@@ -100,7 +104,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunSto
     first.upload("b")
     with pytest.raises(FencedOffError):
         first.commit("b")
-    assert all_commits(store) == [(1, 1), (1, 2)]
+    assert RunDirectory(store).commit_ids == [(1, 1), (1, 2)]
     assert list(RunDirectory(store).lineage) == [(1, 1)]
     assert store.read(layout.SNAPSHOT) == before
     assert RunDirectory(store).resume_point.checkpoint == "a"
@@ -113,7 +117,7 @@ def test_five_commits_of_an_attempt_are_kept_and_a_controller_that_starts_again_
         assert support.begin(store).attempt == attempt
         for number in range(7):
             support.Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
-    assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
+    assert RunDirectory(store).commit_ids == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
     assert len(json.loads(store.read(layout.commit_name(2, 7)) or b"")["manifest"]) == 14
 
 
@@ -141,7 +145,7 @@ def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_ar
 
 
 def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore) -> None:
-    assert newest_attempt(store) == 0
+    assert newest_attempt_number(store) == 0
     check_fence(store, 0)
     support.begin(store)
     check_fence(store, 1)
@@ -155,20 +159,17 @@ def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore)
 def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     support.begin(store)
     monkeypatch.setattr(commits, "_SEEN_SECONDS", 0.5)
-    looks = []
+    reads = []
 
-    class Late:
-        """A listing that stays as it was, and a record that appears with the third look."""
+    def read(name: str) -> bytes | None:
+        reads.append(name)
+        return store.read(name) if len(reads) > 2 else None
 
-        def names(self, folder: str) -> list[str]:
-            return []
-
-        def read(self, name: str) -> bytes | None:
-            looks.append(name)
-            return store.read(name) if len(looks) > 2 else None
-
-    check_fence(Late(), 1)  # type: ignore[arg-type]
-    assert looks == [layout.attempt_name(1)] * 3
+    late = copy.copy(store)  # its listing is stale, and the record appears with the third read
+    late.names = lambda folder: []  # type: ignore[method-assign]
+    late.read = read  # type: ignore[method-assign]
+    check_fence(late, 1)
+    assert reads == [layout.attempt_name(1)] * 3
 
 
 def test_foreign_objects_are_no_attempts_and_no_commits_and_numbers_beyond_the_padding_are(store: RunStore) -> None:
@@ -176,8 +177,8 @@ def test_foreign_objects_are_no_attempts_and_no_commits_and_numbers_beyond_the_p
         store.create(f"{layout.ATTEMPTS}/{name}", b"{}")
     for name in ("0001-01.json", "0001.json", "0001-000001.json.bak", "9999-999999.json", "9999-1000000.json"):
         store.create(f"{layout.COMMITS}/{name}", b"{}")
-    assert all_attempts(store) == [9999, 10000]
-    assert all_commits(store) == [(9999, 999_999), (9999, 1_000_000)]
+    assert RunDirectory(store).attempt_numbers == [9999, 10000]
+    assert RunDirectory(store).commit_ids == [(9999, 999_999), (9999, 1_000_000)]
 
 
 @st.composite

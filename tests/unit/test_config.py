@@ -22,7 +22,6 @@ from prefect_elastic_train.core.settings import (
     ClusterSettings,
     FailureSettings,
     ScalingSettings,
-    plain,
 )
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
@@ -73,7 +72,7 @@ _DIRECTORY, _BUCKET, _ENDPOINT, _ADDRESS = (
 #: Settings, values, and what is said of them.
 REFUSED: list[tuple[type[BaseModel], dict[str, Any], list[str]]] = [
     (ScalingSettings, {"resources_per_worker": '{"CPU": 4'}, ["expected a JSON object", '{"CPU": 4']),
-    (ScalingSettings, {"resources_per_worker": {"CPU": 0}}, ["a worker must hold some resource"]),
+    (ScalingSettings, {"resources_per_worker": {"CPU": 0}}, ["must have a resource of at least 0.0001"]),
     (ScalingSettings, {"min_workers": 3, "max_workers": 2}, ["min_workers (3) must be at most max_workers (2); raise"]),
     (LocalStorageSettings, {"path": "  "}, [_DIRECTORY, "'  '"]),
     (LocalStorageSettings, {"path": "s3://bucket/runs"}, [_DIRECTORY, "'s3://bucket/runs'"]),
@@ -85,8 +84,8 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], list[str]]] = [
     (S3StorageSettings, {"session_token": "hush"}, ["belong together"]),
     (S3StorageSettings, {"secret_access_key": "hush"}, ["belong together"]),
     (FsspecStorageSettings, {"url": "bucket/runs"}, ["expected protocol://bucket/prefix, got 'bucket/runs'"]),
-    (FsspecStorageSettings, {"url": "s3://b/runs"}, ["s3:// belongs to S3Storage", "use that block"]),
-    (FsspecStorageSettings, {"url": "ftp://me:hush@host/runs"}, ["the URL holds a password", "secret_options"]),
+    (FsspecStorageSettings, {"url": "s3://b/runs"}, ["s3:// is supported better by S3Storage", "use that block"]),
+    (FsspecStorageSettings, {"url": "ftp://me:hush@host/runs"}, ["the URL contains a password", "secret_options"]),
     (FsspecStorageSettings, {"secret_options": '["hush"]'}, ['expected a JSON object such as {"token": "…"}']),
     # What pydantic would show beside what is wrong.
     (S3StorageSettings, {"bucket_path": "", "access_key_id": "hush", "secret_access_key": "hush"}, []),
@@ -197,7 +196,8 @@ def test_dict_fields_take_the_form_that_the_ui_sends(block: Any, field: str, tex
 
 @pytest.mark.parametrize(("settings", "values"), COMPLETE)
 def test_plain_keeps_every_value_of_a_block(settings: type[BaseModel], values: dict[str, Any]) -> None:
-    kept = plain(settings, BLOCK_OF[settings](**values))
+    block: Any = BLOCK_OF[settings](**values)
+    kept = block.plain()
     assert kept == settings(**values)
     assert {name: getattr(kept, name) for name in values} == values
 

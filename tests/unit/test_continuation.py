@@ -19,15 +19,15 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.scores import rank_of
+from prefect_elastic_train.core.scores import score_key
 from prefect_elastic_train.core.settings import CheckpointSettings
-from prefect_elastic_train.orchestration.task import elastic_train
+from prefect_elastic_train.orchestration.task import make_training
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt
-from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.inspecting import describe
-from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_commits, newest_attempt
-from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
+from prefect_elastic_train.runs.fingerprints import fingerprint
+from prefect_elastic_train.runs.inspecting import inspect_run
+from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
+from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import Training, begin, spec
@@ -71,20 +71,20 @@ class Nights:
             training.report(f"checkpoint_{number}", {} if score is None else {"acc": score})
             _rank_by_score(training, order)
         if outcome:
-            end_attempt(store, newest_attempt(store), outcome)
+            end_attempt(store, newest_attempt_number(store), outcome)
         record = decode(RunRecord, store.read(layout.RUN))
         assert record is not None
         dated = record.model_copy(update={"created_at": time.time() - 100 * DAY + self.number * DAY})
         store.replace(layout.RUN, encode(dated))
         if outcome == "completed":
-            note_completed(self.storage, name)
+            record_completed_run(self.storage, name)
         return dated
 
     def start(self, wanted: RunRequest) -> tuple[Begun, list[str]]:
         """Begin a run as a driver does; return what the user is told, too."""
         notes: list[str] = []
         store = self.storage.run(wanted.run_name)
-        begun = begin(store, wanted, seed=lambda: notes.extend(seed_from_source(self.storage, wanted, store)))
+        begun = begin(store, wanted, seed=lambda: notes.extend(copy_source(self.storage, wanted, store)))
         return begun, notes
 
 
@@ -92,7 +92,7 @@ def _rank_by_score(training: Training, order: str) -> None:
     """Keep the results as Ray does: the best last. The next commit has them in this order."""
     results, indices = training.snapshot["checkpoint_results"], training.snapshot["checkpoint_report_indices"]
     pairs = sorted(
-        zip(indices, results, strict=True), key=lambda pair: (rank_of(pair[1]["metrics"], "acc", order), pair[0])
+        zip(indices, results, strict=True), key=lambda pair: (score_key(pair[1]["metrics"], "acc", order), pair[0])
     )
     training.snapshot["checkpoint_results"] = [result for _, result in pairs]
     training.snapshot["checkpoint_report_indices"] = [index for index, _ in pairs]
@@ -110,14 +110,14 @@ def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(sto
     deployment = {"deployment_id": prefix}
     nights.add(f"{prefix}-1", scores=(0.9,), **deployment)
     nights.add(f"{prefix}-2", scores=(0.1, 0.7, 0.4), **deployment)
-    note_completed(storage, f"{prefix}-1")  # begun earlier, though it ended later
+    record_completed_run(storage, f"{prefix}-1")  # begun earlier, though it ended later
     source = storage.run(f"{prefix}-2")
     before = {name: source.file_sizes(name) for name in source.folders()}
     begun, notes = nights.start(nights.claim(f"{prefix}-3", **deployment))
     store = storage.run(f"{prefix}-3")
     assert (begun.point.base, loop_name(begun.point.checkpoint), notes) == ((0, 0), f"from-{prefix}-2", [])
     assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_1"
-    assert begun.point.inherited_metrics == {"acc": 0.7}
+    assert begun.point.initial_metrics == {"acc": 0.7}
     assert RunDirectory(store).started_from == f"{storage.uri}/{prefix}-2/checkpoint_1"
     assert {name: source.file_sizes(name) for name in before} == before, "the source is untouched"
 
@@ -135,12 +135,12 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(nights: Nights,
     folder = begun.point.checkpoint
     assert notes == []
     assert store.read(f"{folder}/model.pt") == f"weights of checkpoint_{number}".encode()
-    assert begun.point.inherited_metrics == {"acc": scores[number]}
+    assert begun.point.initial_metrics == {"acc": scores[number]}
     # A restart goes on from its own checkpoints, and does not copy again, though the source is gone.
     nights.storage.run("base").delete_folder("")
     Training(store, begun.attempt).report("mine")
     again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
-    assert (again.point.checkpoint, again.point.inherited_metrics) == ("mine", {})
+    assert (again.point.checkpoint, again.point.initial_metrics) == ("mine", {})
 
 
 @pytest.mark.parametrize(("order", "best"), [("min", 1), ("max", 2)])
@@ -186,7 +186,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
     with pytest.raises(ConfigurationError, match=r"'a\|b'"):
         choose_source(nights.storage, nights.claim("tuned", "a|b@best"))
     with pytest.raises(ConfigurationError, match="give the run another name"):
-        elastic_train.ask(lambda: None, run_name="latest")
+        make_training(lambda: None, run_name="latest")
     for resume_from, words in {
         "nowhere": "nowhere has no committed checkpoint",
         "base@z": "run 'base' has no checkpoint 'z', it has checkpoint_0, checkpoint_1",
@@ -214,7 +214,7 @@ def test_completed_runs_that_are_no_base_any_more_are_passed_over_and_named_with
     for words in ("empty has no committed checkpoint", "damaged has no committed checkpoint; checkpoint checkpoint_0"):
         assert words in told
     for name in ("anew", "again", "deleted"):
-        assert f"run '{name}' is gone, or is not completed any more" in told
+        assert f"run '{name}' was deleted, or is not completed any more" in told
     assert "failed" not in told
 
 
@@ -223,13 +223,13 @@ def test_what_tells_the_completed_runs_is_torn_lost_and_made_anew(nights: Nights
     nights.add("night-2")
     [pointer] = Path(nights.storage.uri, ".elastic_train", "completed").rglob("*.json")
     pointer.write_bytes(pointer.read_bytes()[:100])
-    with pytest.raises(AttemptFailedError, match=f"{pointer}, which names the completed runs, is torn; name the run"):
+    with pytest.raises(AttemptFailedError, match=f"{pointer}, which lists the completed runs, is torn; name the run"):
         choose_source(nights.storage, nights.claim("night-3"))
     pointer.unlink()
     assert choose_source(nights.storage, nights.claim("night-3")).run == "", (
         "it is told that it begins at the beginning"
     )
-    note_completed(nights.storage, "night-1")
+    record_completed_run(nights.storage, "night-1")
     assert choose_source(nights.storage, nights.claim("night-3")).run == "night-1"
     assert nights.storage.run_names() == ["night-1", "night-2"], "it is no run"
 
@@ -273,7 +273,7 @@ def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_wa
     with pytest.raises(KeyboardInterrupt):
         begin_attempt(store, spec(nights.claim("night-2")), seed=die)
     other = replace(nights.claim("night-2", ""), resume=True, named=True)
-    begun = begin(store, other, seed=lambda: seed_from_source(nights.storage, other, store))
+    begun = begin(store, other, seed=lambda: copy_source(nights.storage, other, store))
     assert loop_name(begun.point.checkpoint) == "from-night-1"
 
 
@@ -294,9 +294,9 @@ def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_removed(
     monkeypatch.setattr(LocalRunStore, "copy_folder", lose_some)
     wanted = nights.claim("night-2")
     store = nights.storage.run("night-2")
-    with pytest.raises(AttemptFailedError, match=f"the copy of the checkpoint is not whole: {why}") as error:
+    with pytest.raises(AttemptFailedError, match=f"the copy of the checkpoint is damaged: {why}") as error:
         nights.start(wanted)
-    assert (error.value.outcome, all_commits(store)) == (Outcome.STORAGE_ERROR, [])
+    assert (error.value.outcome, RunDirectory(store).commit_ids) == (Outcome.STORAGE_ERROR, [])
     left = RunDirectory(store).leftovers
     assert len(left) == ("deleted" not in why)
     monkeypatch.undo()
@@ -312,8 +312,8 @@ def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(n
         begun, _ = nights.start(nights.claim(f"night-{number}"))
         assert loop_name(begun.point.checkpoint) == f"from-night-{number - 1}"
         end_attempt(nights.storage.run(f"night-{number}"), 1, "completed")
-        note_completed(nights.storage, f"night-{number}")
-    details = describe(RunDirectory(nights.storage.run("night-2")))
+        record_completed_run(nights.storage, f"night-{number}")
+    details = inspect_run(RunDirectory(nights.storage.run("night-2")))
     assert details is not None
     assert loop_name(details.started_from) == f"{nights.storage.uri}/night-1/from-night-0"
     assert os.path.isfile(f"{details.started_from}/model.pt")

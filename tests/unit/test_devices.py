@@ -1,4 +1,4 @@
-"""Claims of local clusters on the GPUs and CPUs of their machine, with pretended GPUs that no other test has."""
+"""Claims of local clusters on the GPUs of their machine, with pretended GPUs that no other test has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from tests.unit.support import spec
 claims = DeviceClaims()
-print(claims.take(spec(cluster=ClusterSettings(num_gpus=1)), print), claims.gpus, flush=True)
+print(claims.claim(spec(cluster=ClusterSettings(num_gpus=1)), print), claims.gpus, flush=True)
 time.sleep(100)
 """
 #: Claims two GPUs, forks, starts what stands in for the head of a cluster, and says the ids of head and fork.
@@ -41,7 +41,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from tests.unit.support import spec
 claims = DeviceClaims()
-assert claims.take(spec(cluster=ClusterSettings(num_gpus=2)), print) == ""
+assert claims.claim(spec(cluster=ClusterSettings(num_gpus=2)), print) == ""
 runs, says = os.pipe()
 forked = os.fork()
 if forked == 0:
@@ -82,14 +82,8 @@ def _of(name: str = "mnist", *, gpus: int = -1, cpus: int = 0, **scaling: Any) -
     return spec(request, **settings)
 
 
-def _take(claims: DeviceClaims, wanted: DriverSpec, told: list[str] | None = None, about: str = "GPU ") -> str:
-    """Claim, and note what is told of GPUs; other tests on this machine may share its CPUs."""
-
-    def tell(text: str, level: int = 0) -> None:
-        if told is not None and text.startswith(about):
-            told.append(text)
-
-    return claims.take(wanted, tell)
+def _take(claims: DeviceClaims, wanted: DriverSpec, notes: list[str] | None = None) -> str:
+    return claims.claim(wanted, (notes if notes is not None else []).append)
 
 
 def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_given_back(
@@ -193,19 +187,3 @@ def test_an_nvidia_smi_that_cannot_be_ended_is_not_waited_for(
     began = time.monotonic()
     assert devices._uuids() == {}
     assert time.monotonic() - began < 10
-
-
-def test_clusters_whose_workers_may_use_more_cpus_than_the_machine_has_are_warned_of(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, told = len(os.sched_getaffinity(0)), list[str]()
-    _take(make(), _of("first", cpus=there, max_workers=there))
-    _take(make(), _of("second"), told, "The workers")
-    (warning,) = told
-    assert f"and it has {os.cpu_count()}: they slow each other down" in warning
-    assert f"training 'first' (pid {os.getpid()})" in warning
-    assert f"'second' (pid {os.getpid()})" not in warning
-    monkeypatch.setattr(os, "cpu_count", lambda: 10_000)
-    told.clear()
-    _take(make(), _of("third"), told, "The workers")
-    assert told == []

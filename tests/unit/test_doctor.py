@@ -73,7 +73,7 @@ def test_doctor_shows_the_versions_of_python_ray_and_prefect() -> None:
     ("answers", "parts"),
     [
         ({}, ["404", "which ends with /api"]),
-        ({"/admin/version": {"no": "version"}}, ["no Prefect server that can be used", "ends with /api"]),
+        ({"/admin/version": {"no": "version"}}, ["no compatible Prefect server", "ends with /api"]),
         ({"/admin/version": "2.20.0"}, ["client: 3.", "server: 2.20.0"]),
         ({"/admin/version": 401}, ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
     ],

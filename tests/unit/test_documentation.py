@@ -1,22 +1,24 @@
-"""The documentation: its code blocks, the tests and the messages that it names, and the README's table of faults."""
+"""The documentation: its links, its code blocks, the tests and messages that it names, and its tables of faults."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.doc_blocks import LANGUAGES, DocBlock, blocks_of, markers_of, pages, run_block
+from tests.support.doc_blocks import LANGUAGES, DocBlock, blocks_of, markers_of, page_id, pages, run_block
 from tests.support.processes import ROOT
 
-each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem.lower())
+each_page = pytest.mark.parametrize("page", pages(), ids=page_id)
 
-#: A test, and its file if the name is a link.
-_NAMED = re.compile(r"`(test_\w+)`(?:\]\(([^)]+)\))?")
+PACKAGE = ROOT / "prefect_elastic_train"
+#: A test, and the mark of one that runs under `make test-all` only.
+_NAMED = re.compile(r"`(test_\w+)`( \*\(all\)\*)?")
 #: What stands for a value in a message of the documentation: an ellipsis, a name in brackets, a number, a quoted text.
 #: A colon joins two texts of the code.
 _VALUE = re.compile(r"…|<[^>]*>|'[^']*'|\b\d[\d.]*\b|: ")
@@ -32,46 +34,119 @@ _OF_PREFECT = {
 # tests that are named
 
 
-def _tests() -> dict[str, dict[str, bool]]:
-    """By name and file of each test, whether all its cases run under `make test-all` only."""
-    found: dict[str, dict[str, bool]] = {}
+def _tests() -> dict[str, list[bool]]:
+    """Return for each test, one entry a file, if all its cases run under `make test-all` only."""
+    tests: dict[str, list[bool]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text()
         is_full = any("pytest.mark.full" in line for line in text.splitlines() if line.startswith("pytestmark"))
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 marks = [ast.unparse(mark) for mark in node.decorator_list]
-                only_all = is_full or "pytest.mark.full" in marks
-                found.setdefault(node.name, {})[str(path.relative_to(ROOT))] = only_all
-    return found
+                tests.setdefault(node.name, []).append(is_full or "pytest.mark.full" in marks)
+    return tests
 
 
 TESTS = _tests()
+#: The sections of `docs/faults.md` that have tables of faults.
+GROUPS = ["Worker", "Driver", "Flow process", "Storage", "Capacity", "Mistakes"]
 
 
-def _rows() -> list[list[str]]:
-    """The cells of the rows of the table."""
-    _, _, after = (ROOT / "README.md").read_text().partition("| fault | what happens | shown by | runs in |\n")
-    rows = after.partition("\n\n")[0].splitlines()[1:]
-    return [re.split(r"(?<!\\) \| ", row.removeprefix("| ").removesuffix(" |")) for row in rows]
+def _fault_rows() -> list[list[str]]:
+    """Return the cells of the rows of all tables of faults."""
+    rows = [row for group in GROUPS for row in _rows_of("docs/faults.md", group)]
+    return [row for row in rows if row[-1] != "tests"]
 
 
-@pytest.mark.parametrize("row", _rows(), ids=lambda row: row[0][:40])
-def test_a_row_names_tests_that_exist_and_says_where_they_run(row: list[str]) -> None:
-    fault, _, shown_by, where = row
-    named = _NAMED.findall(shown_by)
-    assert named, f"{fault}: no test"
-    only_all = {TESTS[name][file] if file else any(TESTS[name].values()) for name, file in named}
-    if "scripted driver:" in shown_by:
-        assert "on Ray:" in shown_by, f"{fault}: a real test stands behind a scripted one"
-    assert where == ("both" if len(only_all) == 2 else "`make test-all`" if True in only_all else "`make test`")
+def _rows_of(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the rows of all tables of a section, with their headings."""
+    text = (ROOT / page).read_text()
+    start = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
+    assert start, heading
+    section = re.split(rf"^#{{1,{len(start[1])}}} ", text[start.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip("|").strip() for line in section.splitlines() if line.startswith("| ")]
+    return [re.split(r"(?<!\\) \| ", row) for row in rows]
+
+
+def test_all_groups_of_faults_have_rows() -> None:
+    assert len(_fault_rows()) > 80
+    assert all(len(_rows_of("docs/faults.md", group)) > 3 for group in GROUPS)
+
+
+@pytest.mark.parametrize("row", _fault_rows(), ids=lambda row: row[0][:40])
+def test_a_fault_names_tests_that_exist_and_marks_those_of_make_test_all(row: list[str]) -> None:
+    fault, tests = row[0], row[-1]
+    named = _NAMED.findall(tests)
+    assert named or tests == "–", f"{fault}: no test"
+    for name, mark in named:
+        assert name in TESTS, f"{fault}: there is no {name}"
+        assert bool(mark) == all(TESTS[name]), f"{fault}: *(all)* is wrong at {name}"
+    if "scripted driver:" in tests:
+        assert "on Ray:" in tests, f"{fault}: a real test stands behind a scripted one"
+
+
+def test_the_readme_is_short_and_the_costs_of_its_faults_are_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120
+    measured = set(re.findall(r"\d+\.\d+", (ROOT / "docs" / "benchmarks.md").read_text()))
+    rows = _rows_of("README.md", "Faults")[1:]
+    assert len(rows) == 10
+    for _, _, cost in rows:
+        assert set(re.findall(r"\d+\.\d+", cost)) <= measured, cost
 
 
 @each_page
 def test_tests_that_a_page_names_exist(page: Path) -> None:
     named = {name for name, _ in _NAMED.findall(page.read_text())}
     named |= {name for block in blocks_of(page) for name in re.findall(r"\btest_\w+", block.not_run or "")}
-    assert named <= {*TESTS, *(Path(file).stem for files in TESTS.values() for file in files)}
+    assert named <= {*TESTS, *(path.stem for path in (ROOT / "tests").rglob("test_*.py"))}
+
+
+@each_page
+def test_files_of_the_package_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?!my_project/)[a-z_]+/[\w/]*\.py)`", page.read_text())
+    assert [name for name in named if not any((folder / name).exists() for folder in (ROOT, PACKAGE))] == []
+
+
+# links
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page as GitHub makes them of its headings, and those that it sets itself."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    anchors = set(re.findall(r'<a id="([^"]+)">', text))
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        anchors.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return anchors
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=page_id)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", "", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):  # another site
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in _anchors(file), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if "reference" not in page.parts], ids=page_id)
+def test_each_page_can_be_reached_from_the_readme(page: Path) -> None:
+    reached: set[Path] = set()
+    pages_left = [ROOT / "README.md"]
+    while pages_left:
+        current = pages_left.pop()
+        reached.add(current)
+        links = re.findall(r"\]\(([^)\s#:]+\.md)", current.read_text())
+        pages_left += {(current.parent / link).resolve() for link in links} - reached
+    assert page in reached
 
 
 # code blocks
@@ -106,12 +181,7 @@ def test_each_block_is_of_a_known_language_and_says_why_it_is_not_run(page: Path
 
 def _messages(page: str, heading: str, column: int) -> list[str]:
     """Return the code spans in a column of all tables of a section."""
-    text = (ROOT / page).read_text()
-    start = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
-    assert start, heading
-    section = re.split(rf"^#{{1,{len(start[1])}}} ", text[start.end() :], maxsplit=1, flags=re.MULTILINE)[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return [span for row in rows for span in re.findall(r"`([^`]+)`", row[column - 1])]
+    return [span for row in _rows_of(page, heading) for span in re.findall(r"`([^`]+)`", row[column - 1])]
 
 
 @cache
@@ -129,7 +199,7 @@ def _texts(module: str) -> str:
 
 MESSAGES = [
     *_messages("docs/operations.md", "Error messages", 1),
-    *_messages("docs/operations.md", "A flow run that looks running for ever", 1),
+    *_messages("docs/operations.md", "A flow run that looks running forever", 1),
     *_messages("docs/faults.md", "Outcomes", 3),
 ]
 
@@ -141,4 +211,5 @@ def test_messages_in_the_documentation_are_those_that_the_code_has() -> None:
         parts = [part.strip(" .:,;[]()") for part in _VALUE.split(message)]
         assert max(map(len, parts)) >= _TELLING, f"{message}: too short to be found in the code"
         texts = _texts(_OF_PREFECT.get(message, "prefect_elastic_train"))
-        assert [part for part in parts if part not in texts] == [], message
+        capitalized = {part for part in parts if part[:1].lower() + part[1:] in texts}  # where a line begins
+        assert [part for part in parts if part not in texts and part not in capitalized] == [], message

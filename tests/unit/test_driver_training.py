@@ -21,22 +21,24 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2.api.exceptions import PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from prefect_elastic_train.controller.scaling_policy import requester_id
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload, write_spec
+from prefect_elastic_train.core.request import DriverSpec, RunRequest, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.driver import attempt, relay
+from prefect_elastic_train.driver import attempt, event_relay
 from prefect_elastic_train.driver.attempt import Attempt
-from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
-from prefect_elastic_train.driver.fit import check_loop, connect, fit_local_cluster, prepare
-from prefect_elastic_train.driver.relay import EventOutput
-from prefect_elastic_train.elastic.policy import requester_id
+from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
+from prefect_elastic_train.driver.event_relay import EventOutput
+from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.user_code import check_loop, load_payload
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.storage import retries
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import free_port, wait_for
@@ -84,7 +86,7 @@ def test_a_cluster_that_does_not_answer_at_the_address_of_the_environment_is_tol
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     cluster = ClusterSettings(address="auto", connect_timeout_seconds=0.1)
     with pytest.raises(AttemptFailedError, match="correct the address of the RayCluster, or RAY_ADDRESS if"):
-        connect(_spec(cluster=cluster))
+        join_cluster(_spec(cluster=cluster))
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def folder(tmp_path: Path) -> str:
 def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_the_flow_found_it(
     folder: str, loop: Any, returned: str
 ) -> None:
-    assert prepare(_spec(dump_payload(Payload(loop)), sys_path=[folder])).train_loop({}) == returned
+    assert load_payload(_spec(dump_payload(Payload(loop)), sys_path=[folder])).train_loop({}) == returned
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(
     folder: str, payload: Payload | bytes, words: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as failed:
-        prepare(_spec(payload if isinstance(payload, bytes) else dump_payload(payload), sys_path=[folder]))
+        load_payload(_spec(payload if isinstance(payload, bytes) else dump_payload(payload), sys_path=[folder]))
     assert [word for word in words if word not in str(failed.value)] == []
 
 
@@ -154,12 +156,12 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
     told = _spec(scaling=scaling)
     told = replace(told, request=replace(told.request, cpus_beside=cpus_beside))
     joined = replace(told, cluster=ClusterSettings(address="auto"))
-    assert fit_local_cluster(joined, {}) == scaling, "others may join it"
+    assert limit_to_local_cluster(joined, {}) == scaling, "others may join it"
     if fitting:
-        assert fit_local_cluster(told, {"CPU": 8.0}).max_workers == fitting
+        assert limit_to_local_cluster(told, {"CPU": 8.0}).max_workers == fitting
         return
     with pytest.raises(AttemptFailedError) as refused:
-        fit_local_cluster(told, {"CPU": 8.0})
+        limit_to_local_cluster(told, {"CPU": 8.0})
     assert refused.value.outcome is Outcome.INVALID
     assert says in str(refused.value)
 
@@ -208,7 +210,7 @@ ENDS: list[tuple[Exception, Outcome, str]] = [
 
 @pytest.mark.parametrize(("error", "outcome", "says"), ENDS)
 def test_what_was_raised_in_fit_or_around_it_becomes_an_outcome(error: Exception, outcome: Outcome, says: str) -> None:
-    ended = end_by_error(error, STORAGE)
+    ended = final_event_of_error(error, STORAGE)
     assert (ended.outcome, ended.final) == (outcome, getattr(error, "final", False))
     assert ended.message.endswith(says)
 
@@ -221,7 +223,7 @@ def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(
     tmp_path: Path, said: str, outcome: Outcome
 ) -> None:
     (tmp_path / "stop").write_text(said)
-    assert end_by_signal(_spec(), tmp_path / "spec").outcome is outcome
+    assert final_event_of_signal(_spec(), tmp_path / "spec").outcome is outcome
 
 
 #: A driver that is told to end while it looks why its attempt has failed, by its supervisor and by the guard.
@@ -230,7 +232,7 @@ import os, signal, sys
 from prefect_elastic_train.driver import __main__ as driver
 
 driver.Attempt.run = lambda self: 1 / 0
-driver.Attempt.taken_over = lambda self: os.kill(os.getpid(), signal.SIGINT)
+driver.Attempt.find_successor = lambda self: os.kill(os.getpid(), signal.SIGINT)
 driver.main(sys.argv[1:])
 """
 
@@ -252,7 +254,7 @@ def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_do
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     """A driver that tells a file of itself, and often."""
-    monkeypatch.setattr(relay.ev, "ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(event_relay.ev, "ALIVE_SECONDS", 0.02)
     with (tmp_path / "output").open("w") as file:
         return Attempt(_spec(storage=LocalStorageSettings(path=str(tmp_path))), EventOutput(file), Details())
 
@@ -261,23 +263,23 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
     driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, away = tmp_path / "output", threading.Event()
-    monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(attempt, "EXIT_STEP_SECONDS", 0.2)
     monkeypatch.setattr(LocalRunStore, "file_sizes", lambda self, folder: time.sleep(0.2) or {})
     monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.2))
-    monkeypatch.setattr(attempt, "note_completed", lambda storage, name: away.wait(20))
+    monkeypatch.setattr(attempt, "record_completed_run", lambda storage, name: away.wait(20))
     driver.begin()
     before = told.read_text().count('"controller_alive"')
-    driver.teller.doing("")
+    driver.recorder.set_activity("")
     with monkeypatch.context() as slow:
-        slow.setattr(attempt, "newest_attempt", lambda store: time.sleep(0.2) or 1)
-        assert driver.taken_over() is None
+        slow.setattr(attempt, "newest_attempt_number", lambda store: time.sleep(0.2) or 1)
+        assert driver.find_successor() is None
     assert (looked := told.read_text().count('"controller_alive"')) - before > 3
-    driver.teller.doing("")
+    driver.recorder.set_activity("")
     began = time.monotonic()
     driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
     assert time.monotonic() - began < 5
     away.set()
-    wait_for(lambda: '"attempt_ended"' in told.read_text(), 10, "the last word")
+    wait_for(lambda: '"attempt_ended"' in told.read_text(), 10, "the final event")
     assert before > 3
     assert told.read_text().count('"controller_alive"') - looked > 3
 
@@ -286,7 +288,7 @@ def test_a_driver_shows_since_when_its_storage_neither_answers_nor_fails(
     driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, standing = tmp_path / "output", tmp_path / "mnist" / "standing"
-    monkeypatch.setattr(retries, "_TELL_SECONDS", 0.2)
+    monkeypatch.setattr(retries, "_REPORT_SECONDS", 0.2)
     standing.parent.mkdir(exist_ok=True)
     os.mkfifo(standing)  # a reader hangs until somebody writes, as on a hard mount whose server is away
     reading = threading.Thread(target=driver.store.read, args=["standing"])
@@ -305,14 +307,14 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     driver.begin()
     assert driver._heartbeat is not None
     driver._heartbeat.stop()  # else it may see the successor first, and interrupt this process
-    monkeypatch.setattr(LocalRunStore, "impatient", lambda self, seconds: patience.append(seconds) or self)
-    monkeypatch.setattr(attempt, "interruptions", lambda: 1)
-    assert driver.taken_over() is None
+    monkeypatch.setattr(LocalRunStore, "with_retry_limit", lambda self, seconds: patience.append(seconds) or self)
+    monkeypatch.setattr(attempt, "count_signals", lambda: 1)
+    assert driver.find_successor() is None
     first, second = (tmp_path / "mnist" / layout.attempt_name(number) for number in (1, 2))
     record = json.loads(first.read_text())
     record["owner"]["flow_run_id"] = successor
     second.write_text(json.dumps(record))
-    ended = driver.taken_over()
+    ended = driver.find_successor()
     driver.close(AttemptEnded(outcome=outcome))
     assert ended is not None
     assert ended.outcome is outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -30,26 +29,28 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from prefect_elastic_train.controller import callbacks, worker_queries
+from prefect_elastic_train.controller.callbacks import RunCallback
+from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
+from prefect_elastic_train.controller.scaling_policy import GrowthDecision
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.driver.relay import EventReceiver
-from prefect_elastic_train.elastic import callbacks, loop_callback, loop_watch
-from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.elastic.cluster import run_config, scaling_config
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
-from prefect_elastic_train.elastic.loop_watch import take_news
-from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
+from prefect_elastic_train.driver.event_relay import EventReceiver
+from prefect_elastic_train.driver.ray_configs import run_config, scaling_config
 from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.storage import retries
 from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.worker import loop_inspection, train_worker
+from prefect_elastic_train.worker.loop_inspection import CommitReport, collect_commit_report
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.support.processes import wait_for
-from tests.unit.support import Training, begin
+from tests.unit.support import Training, begin, run_callback
 
 
 def test_every_field_of_scaling_reaches_ray_and_it_is_elastic_also_at_a_fixed_size() -> None:
@@ -112,8 +113,8 @@ class Controller:
         self.store = store
         self.receiver = EventReceiver(self.events.append)
         failures = FailureSettings(preemption_grace_seconds=20)
-        callback = RunCallback(self.receiver.receiving, store, attempt=1, failures=failures)
-        self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
+        self.callback = run_callback(self.receiver.address, store, attempt=1, failures=failures)
+        self.state = self.callback._state
         self.callback.after_controller_start(None)
         _STARTED.append(self.callback)
 
@@ -130,7 +131,7 @@ class Controller:
 
     def heard(self) -> list[Any]:
         """Let all be sent, and give it."""
-        self.callback.tell(ev.StateChanged(state="last"))
+        self.state.publish(ev.StateChanged(state="last"))
         self.callback.after_controller_finish(None)
         wait_for(lambda: self.events and getattr(self.events[-1], "state", "") == "last", 5, "the last event")
         return self.events[:-1]
@@ -140,8 +141,7 @@ class Controller:
 def controller(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
     """A controller of the first attempt."""
     begin(store)
-    monkeypatch.setattr(callbacks, "_current", None)  # put back afterwards
-    monkeypatch.setattr(callbacks, "ask", lambda workers, question, seconds: {})
+    monkeypatch.setattr(callbacks, "query_workers", lambda workers, function, seconds: {})
     controller = Controller(store)
     yield controller
     controller.receiver.close()
@@ -154,7 +154,7 @@ def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controll
         hook = getattr(controller.callback, name)
         arguments = [object() for _ in inspect.signature(hook).parameters]
         before = controller.callback.errors
-        assert hook(*arguments) is None
+        assert not hook(*arguments)
         raising += controller.callback.errors > before
     assert raising >= 4, "the test gave them nothing that they stumble over"
 
@@ -162,20 +162,20 @@ def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controll
 def test_a_rank_that_is_gone_does_not_keep_from_telling_what_the_others_have_waited_for_at_a_commit(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks, "ask", loop_watch.ask)
+    monkeypatch.setattr(callbacks, "query_workers", worker_queries.query_workers)
 
     def get(worker: Worker, timeout: float) -> Any:
         return worker.answer() if callable(worker.answer) else worker.answer
 
-    waits = Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5, "each 90 s"
-    monkeypatch.setattr(loop_watch.ray, "wait", lambda asked, **_: ([one for one in asked if one.answer], []))
-    monkeypatch.setattr(loop_watch.ray, "get", get)
+    waits = CommitReport(Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5, "every 90 s")
+    monkeypatch.setattr(worker_queries.ray, "wait", lambda asked, **_: ([one for one in asked if one.answer], []))
+    monkeypatch.setattr(worker_queries.ray, "get", get)
     controller.callback._workers = [Worker(waits), Worker(lambda: 1 / 0), Worker(None)]
     controller.report(checkpoint="ckpt-1")
     committed, waited, stalled, planned = controller.heard()
     assert (committed.kind, waited.kind, waited.tries) == ("checkpoint_committed", "storage_waited", 3)
     assert (stalled.kind, stalled.seconds) == ("checkpoint_stalled", 2.5)
-    assert (planned.kind, planned.words) == ("saves_planned", "each 90 s")
+    assert (planned.kind, planned.plan) == ("saves_planned", "every 90 s")
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
@@ -187,14 +187,16 @@ def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with
     assert commit is not None
     if is_seeded:
         monkeypatch.setattr(callbacks, "SEED_COMMIT", (commit.attempt, commit.sequence))
+    controller.state.commits.newest_commit()  # Ray's manager of checkpoints loads its snapshot
     worker = SimpleNamespace(
-        metadata=SimpleNamespace(node_ip="10.0.0.1", pid=7), distributed_context=SimpleNamespace(world_rank=0)
+        metadata=SimpleNamespace(node_id="n", node_ip="10.0.0.1", pid=7),
+        distributed_context=SimpleNamespace(world_rank=0),
     )
     controller.callback.after_worker_group_start(SimpleNamespace(get_workers=lambda: [worker]))
     (started,) = controller.heard()
     assert (started.world_size, started.checkpoint, started.ranks) == (1, "ckpt-1", {"10.0.0.1:7": 0})
-    assert controller.callback.checkpoint == "ckpt-1"
-    assert controller.callback.loops._before == ({} if is_seeded else {"step": 8})
+    assert controller.state.checkpoint == "ckpt-1"
+    assert controller.state.loops._counters_before == ({} if is_seeded else {"step": 8})
 
 
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:
@@ -203,24 +205,25 @@ def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller)
     assert [event.state for event in controller.heard()] == ["RUNNING", "INITIALIZING", "RUNNING"]
 
 
-@pytest.mark.parametrize("size", [5, 0])
-def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_policy_once(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch, size: int
+def test_a_report_is_published_as_progress_and_a_commit_as_lifecycle_without_another_request(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callback = controller.callback
-    if not size:  # it cannot be seen
-        monkeypatch.setattr(callback._store, "file_sizes", lambda name: 1 / 0)
-    Training(controller.store, 1).upload("ckpt-1", {"model.pt": b"12345"})
+    state = controller.state
+    training = Training(controller.store, 1)
+    training.log = state.commits
+    training.upload("ckpt-1", {"model.pt": b"12345"})
     controller.report(loss=1)
-    assert (callback.take_commit(), callback.checkpoint) == (False, "")
+    assert (state.commit_count, state.checkpoint) == (0, "")
+    training.commit("ckpt-1")
+    monkeypatch.setattr(LocalRunStore, "file_sizes", lambda self, name: pytest.fail("a second listing"))
     controller.report(checkpoint="ckpt-1", loss=0.5)
-    assert (callback.take_commit(), callback.take_commit(), callback.checkpoint) == (True, False, "ckpt-1")
+    assert (state.commit_count, state.checkpoint) == (1, "ckpt-1")
     first, commit = controller.heard()
     assert isinstance(first, ev.Reported)
     assert (first.metrics, first.droppable) == ({"loss": 1}, True)
     assert isinstance(commit, ev.CheckpointCommitted)
     assert (commit.metrics, commit.droppable) == ({"loss": 0.5}, False)
-    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", size)
+    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 5)
 
 
 def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(controller: Controller) -> None:
@@ -237,7 +240,9 @@ def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(c
     assert sum(isinstance(event, ev.WorkerFailed) for event in controller.events) == 1
 
 
-@pytest.mark.parametrize(("permanent", "why"), [(True, "the storage refuses for good"), (False, "the budget is used")])
+@pytest.mark.parametrize(
+    ("permanent", "why"), [(True, "the storage refuses permanently"), (False, "the budget is exhausted")]
+)
 def test_a_failure_that_ends_the_training_is_told_with_the_reason(
     controller: Controller, permanent: bool, why: str
 ) -> None:
@@ -250,7 +255,7 @@ def test_a_failure_that_ends_the_training_is_told_with_the_reason(
 def test_workers_that_die_as_they_start_are_told_and_counted_although_no_poll_has_found_them(
     controller: Controller,
 ) -> None:
-    policy = RunFailurePolicy(FailureConfig(max_failures=1))
+    policy = RunFailurePolicy(FailureConfig(max_failures=1), controller.state)
     for decision in (FailureDecision.RETRY, FailureDecision.RAISE):
         died = WorkerGroupError("a worker died", dict.fromkeys((0, 1), ActorDiedError()))
         assert policy.make_decision(died) is decision
@@ -265,7 +270,7 @@ def test_workers_that_die_as_they_start_are_told_and_counted_although_no_poll_ha
 def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     controller: Controller, draining: bool, decision: FailureDecision
 ) -> None:
-    policy = RunFailurePolicy(FailureConfig(max_failures=0, max_preemption_failures=1))
+    policy = RunFailurePolicy(FailureConfig(max_failures=0, max_preemption_failures=1), controller.state)
     preemption = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n0": [0]})
     state = PreemptingState(preemption_info=preemption, detected_at_s=0.0) if draining else RunningState()
     controller.callback.after_controller_state_update(InitializingState(), state)
@@ -332,7 +337,7 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
         begin(controller.store)  # meanwhile
         return []
 
-    monkeypatch.setattr(callbacks, "remove_interrupted_uploads", remove)
+    monkeypatch.setattr(callbacks, "remove_leftovers", remove)
     callback, abandoned = controller.callback, list[str]()
     monkeypatch.setattr(callback._store, "abandon_uploads", lambda: abandoned.append("all"))
     callback.before_worker_group_start(None)
@@ -346,7 +351,6 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
 def test_a_controller_shows_signs_of_life_that_say_what_it_does(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks, "_current", None)  # put back afterwards
     monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
     controller = Controller(store)
     controller.callback.after_controller_state_update(InitializingState(), RunningState())
@@ -404,12 +408,12 @@ def test_a_controller_that_stands_in_a_state_is_logged_and_given_up_unless_valid
 def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retries, "_TELL_SECONDS", 0.05)
-    monkeypatch.setattr(loop_callback, "_SLOW_SECONDS", 0.2)
-    monkeypatch.setattr(loop_callback.RaysTrainWorker, "poll_status", lambda _: WorkerStatus(True, None, None))
-    monkeypatch.setattr(loop_watch, "innermost_frame", lambda: None)
-    worker = loop_callback.RayTrainWorker()
-    with LoopCallback(RunContext("mnist", "0" * 32, 1, "", "")).on_checkpoint_transfer():
+    monkeypatch.setattr(retries, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(train_worker, "_SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(train_worker.RaysTrainWorker, "poll_status", lambda _: WorkerStatus(True, None, None))
+    monkeypatch.setattr(loop_inspection, "innermost_frame", lambda: None)
+    worker = train_worker.RayTrainWorker()
+    with WorkerHooks(RunContext("mnist", "0" * 32, 1, "", "")).on_checkpoint_transfer():
         for _ in range(10):
             worker.poll_status()
             time.sleep(0.05)
@@ -418,11 +422,11 @@ def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:
-    take_news()
-    callback = LoopCallback(RunContext("mnist", "0" * 32, 1, "", ""))
+    collect_commit_report()
+    callback = WorkerHooks(RunContext("mnist", "0" * 32, 1, "", ""))
     with callback.on_report(), callback.on_checkpoint_transfer():  # which does not wait: this is no worker
         time.sleep(0.02)
     with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
-    assert 0.02 <= take_news()[1] < 0.2
-    assert take_news()[1] == 0
+    assert 0.02 <= collect_commit_report().stalled < 0.2
+    assert collect_commit_report().stalled == 0

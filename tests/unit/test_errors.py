@@ -1,4 +1,4 @@
-"""What Ray and failed ranks say: told apart from what the user's code says, once and in short."""
+"""Ray's output and errors of ranks: separated from output of the user's code, deduplicated, and shortened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray._private.log import PlainRayHandler
 from ray.train.v2._internal.execution import context
 
-from prefect_elastic_train.core import ray_output
+from prefect_elastic_train.core import causes, ray_output
 from prefect_elastic_train.orchestration.logs import RunLog
 
 TRACEBACK = """Traceback (most recent call last):
@@ -53,25 +53,25 @@ NO_ANSWER = f"WorkerHealthCheckFailedError: A worker health check failed.\nWorke
 EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: "
 
 
-def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once() -> None:
+def test_errors_of_a_thousand_ranks_that_differ_only_in_numbers_count_as_one() -> None:
     errors = {rank: f"RuntimeError: rank {rank} lost 10.0.0.{rank % 256} at 0x{rank:012x}" for rank in range(1000)}
-    texts, also = ray_output.distinct(errors)
+    texts, also = causes.distinct_errors(errors)
     assert (texts, also) == ({"0": errors[0]}, {"0": list(range(1, 1000))})
-    assert ray_output.causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
-    found = ray_output.distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
-    assert found == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
+    assert causes.causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
+    result = causes.distinct_errors({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
+    assert result == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
 
 
 def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forgotten() -> None:
     whole = "x" * 50_000 + "\nValueError: the end"
-    assert ray_output.distinct({0: whole})[0]["0"] == whole
-    (cut,) = ray_output.distinct({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
+    assert causes.distinct_errors({0: whole})[0]["0"] == whole
+    (cut,) = causes.distinct_errors({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
     assert len(cut) <= 100_000
     assert (cut[:3], "bytes left out" in cut, cut[-7:]) == ("yyy", True, "the end")
     errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
-    texts, also = ray_output.distinct(errors)
+    texts, also = causes.distinct_errors(errors)
     assert sum(map(len, texts.values())) <= 400_000
-    thousands = ray_output.distinct({rank: chr(0x4E00 + rank) * 500 for rank in range(5000)})[0]
+    thousands = causes.distinct_errors({rank: chr(0x4E00 + rank) * 500 for rank in range(5000)})[0]
     assert sum(len(text.encode()) for text in thousands.values()) <= 500_000, "an event has room for so much"
     assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == [*range(1000)]
 
@@ -89,7 +89,7 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     ],
 )
 def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text: str, cause: str) -> None:
-    assert ray_output.causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
+    assert causes.causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
 
 
 @pytest.mark.parametrize(
@@ -105,31 +105,31 @@ def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text
         ("WorkerHealthCheckFailedError: x\ny", "WorkerHealthCheckFailedError: x"),
     ],
 )
-def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:
-    assert cause in ray_output.causes({"0": text}, {})[0]
-    assert ray_output.own_errors({"0": text}) == {}
+def test_the_death_of_a_process_has_its_reason_as_cause(text: str, cause: str) -> None:
+    assert cause in causes.causes({"0": text}, {})[0]
+    assert causes.loop_errors({"0": text}) == {}
 
 
-def test_deaths_and_what_the_loop_raised_are_told_rather_than_what_the_survivors_report() -> None:
-    found = ray_output.causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
-    assert found == ["ranks 3-4: The actor is dead because its worker process has died."]
+def test_deaths_and_errors_of_the_loop_are_causes_and_their_consequences_on_other_ranks_are_not() -> None:
+    result = causes.causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
+    assert result == ["ranks 3-4: The actor is dead because its worker process has died."]
     raised = TRACEBACK.replace("ValueError: bad batch 17", "RuntimeError: prefetch worker died: out of shm\nand more")
     errors = {"0": raised, "1": NO_ANSWER, "2": CONNECTION, "3": CONNECTION.replace("gloo", "NCCL")}
-    assert ray_output.own_errors(errors) == {"0": raised}, "whatever it says"
-    assert ray_output.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm and more"
-    assert len(ray_output.causes(errors, {})) == 2
-    assert ray_output.own_errors({"0": CONNECTION, "1": DEATH}) == {}
-    assert ray_output.causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == [
+    assert causes.loop_errors(errors) == {"0": raised}, "whatever its text"
+    assert causes.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm and more"
+    assert len(causes.causes(errors, {})) == 2
+    assert causes.loop_errors({"0": CONNECTION, "1": DEATH}) == {}
+    assert causes.causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == [
         "rank 1: connection reset by peer"
     ]
-    assert ray_output.own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
+    assert causes.loop_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless there is no other error"
 
 
-def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
+def test_only_some_causes_are_shown_and_the_rest_is_counted() -> None:
     errors = {str(rank): f"{'ABCDEFGHIJ'[rank]}Error: x" for rank in range(10)}
-    found = ray_output.causes(errors, {})
-    assert found == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
-    assert ray_output.causes({}, {}) == []
+    result = causes.causes(errors, {})
+    assert result == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
+    assert causes.causes({}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
     ],
 )
 def test_the_last_error_that_a_process_has_written_is_its_cause(lines: list[str], cause: str) -> None:
-    assert ray_output.last_cause(lines) == cause
+    assert causes.last_error_line(lines) == cause
 
 
 @pytest.mark.parametrize("text", ["node ", "A", "Error", "worker is ", "node x\n"])
 def test_no_text_takes_long_to_look_through(text: str) -> None:
     began = time.process_time()
-    ray_output.causes(*ray_output.distinct({0: text * (60_000 // len(text))}))
+    causes.causes(*causes.distinct_errors({0: text * (60_000 // len(text))}))
     assert time.process_time() - began < 1
 
 
@@ -164,15 +164,15 @@ def test_no_text_takes_long_to_look_through(text: str) -> None:
         (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
     ],
 )
-def test_ranks_are_told_in_spans(ranks: list[int], words: str) -> None:
-    assert ray_output.ranks_in_words(ranks) == words
+def test_ranks_are_formatted_as_spans(ranks: list[int], words: str) -> None:
+    assert causes.format_ranks(ranks) == words
 
 
 @given(st.dictionaries(st.integers(0, 2000), st.text(max_size=50), max_size=30))
-def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
-    texts, also = ray_output.distinct(errors)
+def test_every_rank_is_in_one_group(errors: dict[int, str]) -> None:
+    texts, also = causes.distinct_errors(errors)
     assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == sorted(errors)
-    ray_output.causes(texts, also)
+    causes.causes(texts, also)
 
 
 RAYS = [
@@ -196,25 +196,25 @@ USERS = [
     "(MapBatches(clean) pid=7) a row without a number",
     "(RayTrainWorker pid=7) *** SIGTERM received, saving ***",
     "(RayTrainWorker pid=7) W1127 15:36:29.123456 7 socket_reader.py:9] lost 300 samples",
-    "(TrainController pid=5) @elastic-train-told Removed checkpoints whose upload was interrupted: a",
+    "(TrainController pid=5) @elastic-train-own Removed checkpoints whose upload was interrupted: a",
     "(raylet) 3 Workers (tasks / actors) killed due to memory pressure (OOM)",
     "",
 ]
 
 
-def test_what_is_rays_own_is_a_detail_and_what_is_the_users_or_ours_is_told() -> None:
+def test_lines_of_ray_are_details_and_lines_of_the_user_and_ours_are_not() -> None:
     assert [line for line in RAYS if not ray_output.is_detail(line)] == []
     assert [line for line in USERS if ray_output.is_detail(line)] == []
 
 
-def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_record_of_ray_is_a_detail_with_all_its_lines(caplog: pytest.LogCaptureFixture) -> None:
     record = ["2026-11-22 15:38:12,196\tERROR worker.py:319 -- Failed.", "Traceback (most recent call last):", "E: x"]
     details, log = ray_output.Details(), RunLog(logging.getLogger("details"), 100)
     with caplog.at_level(logging.DEBUG, "details"):
         for lines in ("mine\n", "\n".join(record) + "\n", "mine too\n"):
-            details.take(lambda text: [log.line("stderr", line) for line in text.splitlines()], lines)
-    told = [(entry.levelname, entry.getMessage()) for entry in caplog.records]
-    assert told == [
+            details.write(lambda text: [log.line("stderr", line) for line in text.splitlines()], lines)
+    logged = [(entry.levelname, entry.getMessage()) for entry in caplog.records]
+    assert logged == [
         ("INFO", "[stderr] mine"),
         *(("DEBUG", f"[stderr] {line}") for line in record),
         ("INFO", "[stderr] mine too"),
@@ -222,7 +222,9 @@ def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplo
     assert [line[9:] for line in details.content().decode().splitlines()] == record, "behind the time of day"
 
 
-def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_ray_train_is_silent_in_a_worker_and_the_loops_log_records_have_their_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
     before = root.handlers[:], trains.handlers[:], trains.propagate, trains.level, context.logger.parent
     try:
@@ -244,10 +246,10 @@ def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: py
         root.handlers, trains.handlers, trains.propagate, trains.level, context.logger.parent = before
 
 
-def test_only_so_much_is_kept_and_that_is_the_newest() -> None:
+def test_only_the_newest_details_are_kept() -> None:
     details = ray_output.Details()
     for number in range(10_000):
-        details.keep(f"{number} {'x' * 10_000}")
+        details.add(f"{number} {'x' * 10_000}")
     lines = details.content().splitlines()
     assert (len(lines), max(map(len, lines))) == (2000, 2009)
     assert b" 9999 " in lines[-1]

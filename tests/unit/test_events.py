@@ -1,17 +1,19 @@
-"""Events on their way through a line of text."""
+"""Events as lines of text, and their handlers."""
 
 from __future__ import annotations
 
 import json
+import types
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
 
 BASE = {"sequence": 7, "at": 1234.5, "attempt": 3, "step": 11}
 
@@ -48,7 +50,7 @@ EVENTS: list[ev.Event] = [
     ev.CheckpointCommitted(index=9, checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, world_size=4, **BASE),
     ev.CheckpointStalled(seconds=2.5, **BASE),
     ev.LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", **BASE),
-    ev.SavesPlanned(words="each 60 s", **BASE),
+    ev.SavesPlanned(plan="each 60 s", **BASE),
     ev.StandbysParked(parked=1, wanted=2, size_bytes=2**28, **BASE),
     ev.StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
@@ -118,3 +120,27 @@ def test_no_event_is_larger_than_its_bound_and_none_is_cut_silently(
     assert decoded is not None
     assert decoded.kind == event.kind
     assert "are left empty" in caplog.text or "bytes left out" in text
+
+
+class _Counter(ev.EventHandler):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_report(self, event: ev.Report) -> None:
+        self.calls.append(f"report: {event.kind}")
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        self.calls.append("commit")
+
+
+def test_an_event_is_handled_by_the_method_of_its_kind_or_of_its_base_class() -> None:
+    counter = _Counter()
+    for event in EVENTS:
+        counter.handle(event)
+    assert counter.calls == ["report: reported", "commit"]
+
+
+@pytest.mark.parametrize("bases", [(ev.EventHandler,), (BaseModel, ev.EventHandler)])
+def test_a_handler_of_a_kind_that_does_not_exist_is_refused_when_its_class_is_defined(bases: tuple[type, ...]) -> None:
+    with pytest.raises(TypeError, match="Mistyped handles kinds of events that do not exist: on_checkpoint_comitted"):
+        types.new_class("Mistyped", bases, exec_body=lambda body: body.update(on_checkpoint_comitted=print))

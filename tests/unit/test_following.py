@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -23,16 +23,19 @@ import psutil
 import pytest
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core import time_limits
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.driver import spare
-from prefect_elastic_train.supervisor import attempt
-from prefect_elastic_train.supervisor import runtime as runtime_module
-from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
-from prefect_elastic_train.supervisor.nodes import free_port
-from prefect_elastic_train.supervisor.runtime import LocalCluster, Runtime
+from prefect_elastic_train.driver import prestarted
+from prefect_elastic_train.supervisor import driver_handle, driver_starter, local_cluster
+from prefect_elastic_train.supervisor import training_processes as runtime_module
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+from prefect_elastic_train.supervisor.raylet_patches import free_port
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, spec
 
@@ -43,28 +46,37 @@ LAST = ev.AttemptEnded(attempt=4, outcome=Outcome.USER_ERROR, message="ValueErro
 
 
 def _say(*events: ev.Event) -> str:
-    """Return the code with which a driver tells events."""
+    """Return the code with which a driver sends events."""
     return "".join(f"print({ev.EVENT_TAG + ev.encode_event(event)!r}, flush=True)\n" for event in events)
 
 
-class Supervisor:
-    """A supervisor, and what it was told."""
+class Supervisor(Follower):
+    """Makes supervisors, and records what they report."""
 
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
         self.lines: list[tuple[str, str]] = []
+        self.notes: list[str] = []
         self.settings = ElasticTrainSettings(liveness_timeout_seconds=60, stop_grace_seconds=0.1)
 
-    def runtime(self, code: str) -> Runtime:
+    def runtime(self, code: str) -> TrainingProcesses:
         """Return what runs attempts whose drivers run some code."""
-        runtime = Runtime(self.settings, self.events.append, lambda *line: self.lines.append(line))
+        runtime = TrainingProcesses(self.settings, self)
         runtime.driver_command = (sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}")
         return runtime
 
-    def follow(self, code: str, check_stop: Callable[[], None] = lambda: None) -> ev.AttemptEnded:
+    def on_event(self, event: ev.Event, replayed: bool) -> None:
+        self.events.append(event)
+
+    def on_line(self, source: str, text: str) -> None:
+        self.lines.append((source, text))
+
+    def on_note(self, text: str, level: int = logging.INFO) -> None:
+        self.notes.append(text)
+
+    def follow(self, code: str) -> ev.AttemptEnded:
         """Follow a driver that runs some code to its end."""
         runtime = self.runtime(code)
-        runtime.check_stop = check_stop
         try:
             return runtime.run_attempt(SPEC)
         finally:
@@ -74,7 +86,7 @@ class Supervisor:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """A supervisor without a cluster."""
-    monkeypatch.setattr(attempt, "_PIPE_SECONDS", 0.3)
+    monkeypatch.setattr(driver_handle, "_PIPE_SECONDS", 0.3)
     return Supervisor()
 
 
@@ -108,7 +120,7 @@ _CORE = "[2026-11-22 15:36:29,080 E 6449 6500] (python-core-driver) gcs_rpc_clie
         (f"subprocess.Popen(['sleep', '30'])\n{_KILL}", "was ended by signal 9 (SIGKILL)"),
         (f"os.kill(os.getpid(), {int(signal.SIGRTMIN) + 3})", f"was ended by signal {int(signal.SIGRTMIN) + 3}"),
         ("os._exit(7)", "was ended by exit code 7"),
-        ("os._exit(0)", "its last word was lost"),
+        ("os._exit(0)", "its final event was lost"),
         ("raise RuntimeError('no such package')", "RuntimeError: no such package"),
         (
             f"print({_CORE!r})\nprint('(RayTrainWorker pid=7) ValueError: of a rank', flush=True)\nos._exit(1)",
@@ -132,21 +144,21 @@ def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervis
     supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=1, stop_grace_seconds=0.1)
     ended = supervisor.follow(code)
     assert ended.outcome is Outcome.DRIVER_LOST
-    assert "no sign of life for 1 s, last SCHEDULING" in ended.message
-    assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
+    assert "no heartbeat for 1 s, last SCHEDULING" in ended.message
+    assert supervisor.events == [STARTED, *[alive] * 6], "heartbeats have kept it"
 
 
 def test_a_driver_whose_signs_of_life_lie_unread_since_its_supervisor_stood_still_is_left_alone(
     supervisor: Supervisor,
 ) -> None:
-    def stand_still(event: ev.Event) -> None:
+    def stand_still(event: ev.Event, replayed: bool) -> None:
         if event == STARTED:
             time.sleep(2.5)
 
     supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=2, stop_grace_seconds=0.1)
     alive = _say(ev.ControllerAlive(doing="RUNNING", seconds=1))
     runtime = supervisor.runtime(_say(STARTED) + f"for _ in range(20):\n    time.sleep(0.2)\n    {alive}" + _say(LAST))
-    runtime.on_event = stand_still
+    supervisor.on_event = stand_still  # type: ignore[method-assign]
     try:
         assert runtime.run_attempt(SPEC) == LAST
     finally:
@@ -177,43 +189,44 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it
     supervisor.settings = ElasticTrainSettings(stop_grace_seconds=5)
     before = signal.signal(signal.SIGUSR1, again)
     try:
+        supervisor.check_stop = check_stop  # type: ignore[method-assign]
         with pytest.raises(_Again):
-            supervisor.follow(code, check_stop)
+            supervisor.follow(code)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (tmp_path / "told").read_text() == "timed_out"
 
 
-_SPARE = """
-told = sys.stdin.readline().strip() if sys.argv[1] == "--spare" else sys.argv[1]
+_PRESTARTED = """
+told = sys.stdin.readline().strip() if sys.argv[1] == "--prestarted" else sys.argv[1]
 assert told.endswith("/spec")
 print(os.getpid(), flush=True)
 """
 
 
-def test_a_spare_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_with_the_training(
+def test_a_prestarted_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_with_the_training(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "_SPARE_AFTER_SECONDS", 0)
-    runtime = supervisor.runtime(_SPARE + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
+    monkeypatch.setattr(driver_starter, "_PRESTART_SECONDS", 0)
+    runtime = supervisor.runtime(_PRESTARTED + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
     monkeypatch.setattr(runtime_module, "_DRIVER", runtime.driver_command)
-    spares = list[int]()
+    prestarted_pids = list[int]()
     try:
         for variable in ("A", "A", "B"):
             monkeypatch.setenv(variable, "1")
             runtime.run_attempt(SPEC)
-            assert runtime._spare is not None
-            spares.append(runtime._spare.pid)
+            assert runtime._starter.prestarted is not None
+            prestarted_pids.append(runtime._starter.prestarted.pid)
     finally:
         runtime.close()
     first, second, third = [int(line) for source, line in supervisor.lines if source == "driver"]
-    assert second == spares[0]
-    assert third not in spares, "it would not see what has changed"
-    assert not any(psutil.pid_exists(pid) for pid in (first, *spares))
+    assert second == prestarted_pids[0]
+    assert third not in prestarted_pids, "it would not see what has changed"
+    assert not any(psutil.pid_exists(pid) for pid in (first, *prestarted_pids))
 
 
-def test_a_spare_driver_ends_with_its_supervisor() -> None:
-    command = [sys.executable, "-m", "prefect_elastic_train.driver", "--spare", "none"]
+def test_a_prestarted_driver_ends_with_its_supervisor() -> None:
+    command = [sys.executable, "-m", "prefect_elastic_train.driver", "--prestarted", "none"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
@@ -222,18 +235,29 @@ def test_a_spare_driver_ends_with_its_supervisor() -> None:
         assert process.wait(120) == 0  # its imports are done first
 
 
-def test_a_spare_driver_ends_for_want_of_memory_unless_it_is_needed_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "memory_left", lambda: -1.0)
-    monkeypatch.setattr(spare, "import_ahead", lambda modules: None)
+def test_a_prestarted_driver_exits_without_memory_unless_it_is_needed_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prestarted, "memory_left", lambda: -1.0)
+    monkeypatch.setattr(prestarted, "import_ahead", lambda modules: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", sys.exit)
     reader, writer = os.pipe()
     with open(reader) as stdin, open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit):
-            spare.wait_for_spec("none")
+            prestarted.wait_for_spec("none")
         print("/run/spec", file=stream, flush=True)
-        assert spare.wait_for_spec("none") == Path("/run/spec")
+        assert prestarted.wait_for_spec("none") == Path("/run/spec")
+
+
+def test_the_steps_of_a_cancellation_fit_into_the_time_before_a_runner_kills() -> None:
+    steps = (
+        time_limits.FLOW_RUN_STATE_SECONDS,
+        time_limits.STOP_GRACE_SECONDS,
+        time_limits.KILL_SECONDS,
+        time_limits.PUBLISHER_CLOSE_SECONDS,
+    )
+    assert sum(steps) < time_limits.RUNNER_GRACE_SECONDS
+    assert time_limits.FIT_EXIT_SECONDS + time_limits.EXIT_STEP_SECONDS < time_limits.STOP_GRACE_SECONDS
 
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
@@ -260,7 +284,7 @@ def test_the_private_folder_is_where_paths_are_short_also_if_a_short_link_leads_
 
 def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_TOKEN": "of another cluster"}
-    runtime_module.use_token(environment, "hush", tmp_path)
+    local_cluster.use_token(environment, "hush", tmp_path)
     assert environment == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     assert ((tmp_path / "token").read_text(), (tmp_path / "token").stat().st_mode & 0o777) == ("hush", 0o600)
 
@@ -344,8 +368,8 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
         "_command",
         lambda self, port, folder: [sys.executable, "-c", heads, str(port), str(len(self._claims.gpus))],
     )
-    first, second, notes = supervisor.runtime(_JOINING), supervisor.runtime(_JOINING), list[str]()
-    second.on_note = lambda text, level=logging.INFO: notes.append(text)
+    other = Supervisor()
+    first, second, notes = supervisor.runtime(_JOINING), other.runtime(_JOINING), other.notes
     scaling = ScalingSettings(accelerator="gpu", capacity_timeout_seconds=1.5)
     limited, patient = spec(scaling=scaling), spec(scaling=ScalingSettings(accelerator="gpu"))
     try:
@@ -363,7 +387,7 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
             if text == in_use:
                 closing.start()
 
-        second.on_note = let_go
+        other.on_note = let_go  # type: ignore[method-assign]
         assert second.run_attempt(patient).outcome is Outcome.COMPLETED
         closing.join()
         folder = second._folder
@@ -397,7 +421,7 @@ def mark(tmp_path: Path) -> Iterator[str]:
     mark = tmp_path / "private"
     mark.mkdir()
     yield str(mark)
-    assert not marked_processes(str(mark)) or end_marked(str(mark), 10) == []
+    assert not marked_processes(str(mark)) or kill_marked(str(mark), 10) == []
 
 
 def _start(mark: str, *command: str) -> subprocess.Popen[bytes]:
@@ -430,7 +454,7 @@ def test_a_whole_family_is_found_and_ended_whatever_it_has_thrown_away_and_nothi
         family = _count(mark, 4)
         assert len([one for one in family if one.pid != parent.pid and one.ppid() != parent.pid]) == 1, "the orphan"
         assert not {os.getpid(), other.pid, zombie.pid} & {process.pid for process in family}
-        assert end_marked(mark, 10) == []
+        assert kill_marked(mark, 10) == []
         assert not any(map(_lives, family))
         assert other.poll() is None
     finally:
@@ -454,7 +478,7 @@ def test_an_agent_of_ray_without_its_mark_is_found_by_title_and_folder_and_a_she
         assert [process.pid for process in marked_processes(mark)] == [started[0].pid]
         # Between two attempts the folder of the session that has died is removed.
         shutil.rmtree(inside)
-        assert end_marked(mark, 10) == []
+        assert kill_marked(mark, 10) == []
         assert [process.poll() is None for process in started] == [False, True, True]
     finally:
         for process in started:
@@ -472,7 +496,7 @@ if left:
 time.sleep(60)
 """
     first = _start(mark, chain, "5", chain)
-    assert end_marked(mark, 15) == []
+    assert kill_marked(mark, 15) == []
     assert marked_processes(mark) == []
     first.wait(5)
 
@@ -482,9 +506,11 @@ _FLOW = """
 import pathlib, sys
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.request import read_spec
-from prefect_elastic_train.supervisor.runtime import Runtime
-told = lambda source, text: print(text, flush=True)
-runtime = Runtime(ElasticTrainSettings(), print, told, check_stop=lambda: None)
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
+follower = Follower()
+follower.on_line = lambda source, text: print(text, flush=True)
+runtime = TrainingProcesses(ElasticTrainSettings(), follower)
 runtime.driver_command = (sys.executable, "-c", *sys.argv[1:], "prefect_elastic_train.driver")
 try:
     runtime.run_attempt(read_spec(pathlib.Path(sys.argv[3]).with_name("spec")))
@@ -538,4 +564,4 @@ def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, num
             assert in_order.exists(), "the driver was asked first"
         finally:
             flow.kill()
-            end_marked(str(private), 10)
+            kill_marked(str(private), 10)

@@ -16,9 +16,10 @@ import pytest
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.supervisor import fork_server, forked_worker, runtime
+from prefect_elastic_train.supervisor import fork_server, forked_worker
 from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.runtime import LocalCluster
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 from tests.support.processes import wait_for
 from tests.unit.support import spec
 
@@ -34,6 +35,16 @@ about["chance"] += [sys.modules["torch"].rand(1).item()] if "torch" in sys.modul
 about |= {"threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0}
 print(json.dumps(about))
 """
+
+
+class Notes(Follower):
+    """Collects notes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_note(self, text: str, level: int = 0) -> None:
+        self.texts.append(text)
 
 
 @pytest.fixture
@@ -101,7 +112,7 @@ def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(
         own.setattr(os, "environ", environment)
         own.setattr(forked_worker, "_FORK_SECONDS", 0.1)
         with pytest.raises(TimeoutError):
-            forked_worker.ask([str(late)])  # which has the first imports of Ray to wait for
+            forked_worker.request_fork([str(late)])  # which has the first imports of Ray to wait for
     assert _worker(environment, tmp_path)["parent"] == server.pid
     wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of all")
     assert [one.name for one in tmp_path.glob("late*")] == ["late.py"], "its launcher has become that worker by itself"
@@ -152,48 +163,38 @@ def test_without_a_server_a_worker_boots_by_itself(
     assert _worker(environment, tmp_path)["parent"] == os.getpid()
 
 
-def test_a_fork_server_that_is_killed_again_and_again_is_given_up_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (True, "FileNotFoundError: [Errno 2] No such file or directory"),
+        (False, "its process ended with -9"),
+    ],
+    ids=["exited", "killed"],
+)
+def test_why_a_fork_server_has_ended_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(runtime, "_MOST_FORK_SERVERS", 3)
-    told: list[str] = []
+    notes = Notes()
+    monkeypatch.setattr(LocalCluster, "_command", lambda *_: ["sleep", "100"])
     cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
-    cluster._process = head = subprocess.Popen(["sleep", "100"])
-    started = []
+    if fails:
+        cluster._fork_variables[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
+        cluster._environment[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
+    cluster.start()
+    server = cluster._fork_server
+    assert server is not None
+    assert cluster._head is not None
     try:
-        for _ in range(5):
-            cluster.keep_forking(told.append)
-            assert cluster._forking is not None
-            started.append(cluster._forking)
-            cluster._forking.kill()
-            cluster._forking.wait()
+        if not fails:
+            server.kill()
+        server.wait(60)
+        cluster.check_fork_server(notes)
+        cluster.check_fork_server(notes)
     finally:
-        head.kill()
-        head.wait()
-    assert len({*started}) == 2
-    assert told == ["Workers are not forked, and take longer to start: its process ended with -9"]
-
-
-def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:
-    told: list[str] = []
-    cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
-    cluster._process = head = subprocess.Popen(["sleep", "100"])
-    try:
-        cluster.keep_forking(told.append)
-        killed = cluster._forking
-        assert killed is not None
-        killed.kill()
-        killed.wait()
-        cluster._forked[FORK_SERVER_VARIABLE] = cluster._environment[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
-        wait_for(lambda: cluster.keep_forking(told.append) or told, 60, "the reason")
-        cluster.keep_forking(told.append)
-        assert cluster._forking is not killed
-    finally:
-        head.kill()
-        head.wait()
-    assert told == [
-        "Workers are not forked, and take longer to start: FileNotFoundError: [Errno 2] No such file or directory"
-    ]
+        server.kill()
+        cluster._head.kill()
+        cluster._head.wait()
+    assert notes.texts == [f"Workers are not forked, and take longer to start: {reason}"]
 
 
 def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(tmp_path: Path) -> None:
@@ -205,17 +206,17 @@ def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(tmp_pat
 
 
 def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fork_server._draw() != b""
+    assert fork_server._id_of_child() != b""
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
-    assert fork_server._draw() == b""
+    assert fork_server._id_of_child() == b""
 
 
 def test_only_workers_without_tpus_and_an_environment_of_their_own_are_forked() -> None:
-    assert spec().is_forked
-    assert spec(scaling=ScalingSettings(accelerator="gpu")).is_forked
+    assert spec().can_fork
+    assert spec(scaling=ScalingSettings(accelerator="gpu")).can_fork
     for other in (
         spec(scaling=ScalingSettings(accelerator="tpu")),
         spec(cluster=ClusterSettings(address="10.0.0.1:6379")),
         spec(cluster=ClusterSettings(runtime_env={"env_vars": {"A": "b"}})),
     ):
-        assert not other.is_forked
+        assert not other.can_fork

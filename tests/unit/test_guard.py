@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.supervisor.guard import DISMISSED
 from tests.support.processes import wait_for
 
 _PROGRAM = """
 import os, sys
 from prefect_elastic_train.supervisor import guard
-guard._TEND_SECONDS = 0.5
+guard._MAINTENANCE_SECONDS = 0.5
 guard.main(sys.argv[1], os.getppid())
 """
 _LONG_AGO = 1_000_000_000
@@ -27,8 +26,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A private folder that a guard maintains several times a second."""
     guard = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stdin=subprocess.PIPE)
     yield tmp_path
-    guard.communicate(DISMISSED, timeout=10)
-    assert guard.returncode == 0
+    guard.kill()
+    guard.communicate(timeout=10)
 
 
 def test_the_files_of_a_training_do_not_grow_old_for_cleaners_and_what_links_lead_to_is_left_alone(

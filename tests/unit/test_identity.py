@@ -27,7 +27,7 @@ from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import Fingerprint
-from prefect_elastic_train.runs.identity import Call, check_run_name, default_run_name, fingerprint, loop_name
+from prefect_elastic_train.runs.fingerprints import Call, check_run_name, default_run_name, fingerprint, train_loop_name
 from tests.unit.support import python
 
 
@@ -85,11 +85,11 @@ def test_a_loop_keeps_its_name_when_its_module_is_loaded_under_another() -> None
     def inner(config: dict[str, Any]) -> None:
         """A loop in a function."""
 
-    assert loop_name(_loop) == "_loop"
-    assert loop_name("package.module:_loop") == "_loop"
-    assert loop_name(inner).endswith(".inner")
-    assert "<locals>" not in loop_name(inner)
-    assert loop_name(functools.partial(_loop, {})) == "partial"
+    assert train_loop_name(_loop) == "_loop"
+    assert train_loop_name("package.module:_loop") == "_loop"
+    assert train_loop_name(inner).endswith(".inner")
+    assert "<locals>" not in train_loop_name(inner)
+    assert train_loop_name(functools.partial(_loop, {})) == "partial"
 
 
 def test_the_same_training_has_the_same_fingerprint_in_any_process() -> None:
@@ -215,7 +215,7 @@ def test_what_comes_back_from_prefects_server_as_json_is_the_same(before: Any, a
 def test_values_have_the_same_digest_in_a_process_with_another_order_of_hashes() -> None:
     code = """
 import dataclasses, enum
-from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.fingerprints import fingerprint
 
 Optimizer = enum.Enum("Optimizer", "SGD ADAM")
 

@@ -23,11 +23,11 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.elastic.checkpoints import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
-from prefect_elastic_train.runs.model import RunDirectory, newest_attempt
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
+from prefect_elastic_train.runs.run_filesystem import RunFilesystem
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import SteppedStore, claim, empty_snapshot, examples, private_folder, with_result
@@ -142,7 +142,7 @@ def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> Non
     try:
         _train(store, driver, ledger, begun, label, workload)
     except Exception:
-        if newest_attempt(LocalRunStore(ledger.path)) == begun.attempt:
+        if newest_attempt_number(LocalRunStore(ledger.path)) == begun.attempt:
             raise
 
 
@@ -154,7 +154,7 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
-    remove_interrupted_uploads(store, begun.attempt)
+    remove_leftovers(store, begun.attempt)
     group = 1
     for number in range(workload.reports):
         name = f"epoch-{len(chain) + 1}"
@@ -163,7 +163,7 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
         if workload.interrupted and number == 0:
             late = physical_name(name, begun.attempt, group)
             _upload(filesystem, late, (*chain[:-1], f"{label}-x"), FILES[:1])
-            remove_interrupted_uploads(store, begun.attempt)
+            remove_leftovers(store, begun.attempt)
             group += 1
         folder = physical_name(name, begun.attempt, group, number)
         _upload(filesystem, folder, chain, FILES)
@@ -174,7 +174,7 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
         snapshot |= {field_name: snapshot[field_name][kept:] for field_name in lists}
         is_full = not (workload.adds and number % 2)
         written = snapshot if is_full else snapshot | {field_name: snapshot[field_name][-1:] for field_name in lists}
-        filesystem.log.commit(json.dumps(written).encode(), is_full)
+        filesystem.commits.commit(json.dumps(written).encode(), is_full)
         ledger.acknowledged.append((begun.attempt, chain))
         if late:  # a worker of the first group was only frozen
             Path(ledger.path, late).mkdir(exist_ok=True)

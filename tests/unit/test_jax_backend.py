@@ -12,8 +12,8 @@ from ray.train.v2.jax import JaxConfig
 from ray.train.v2.jax.config import _JaxBackend
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
-from prefect_elastic_train.elastic import jax_backend
-from prefect_elastic_train.elastic.jax_backend import RunJaxBackend, RunJaxConfig, run_jax_config
+from prefect_elastic_train.controller.jax_backend import RunJaxBackend, RunJaxConfig, run_jax_config
+from prefect_elastic_train.worker import jax_processes
 
 CPUS = ScalingConfig(num_workers=2)
 TPUS = ScalingConfig(num_workers=2, use_tpu=True, topology="2x4", accelerator_type="TPU-V6E")
@@ -71,6 +71,6 @@ def test_a_worker_alone_gets_its_platform_unless_the_user_names_one_and_keeps_it
     config = SimpleNamespace(update=lambda name, value: told.append((name, value)))
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))  # imported before, with another platform
     told: list[tuple[str, str]] = []
-    jax_backend._join("cpu", address="", size=1, rank=0)
+    jax_processes.join("cpu", address="", size=1, rank=0)
     assert told == ([] if given else [("jax_platforms", "cpu")])
     assert (os.environ["JAX_PLATFORMS"], os.environ["CUDA_VISIBLE_DEVICES"]) == (chosen, "3")

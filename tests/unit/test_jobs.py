@@ -34,11 +34,11 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor import job as job_module
-from prefect_elastic_train.supervisor import job_client, runtime
-from prefect_elastic_train.supervisor.job import JobDriver, JobLog
+from prefect_elastic_train.supervisor import job_client, job_handle, training_processes
+from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
-from prefect_elastic_train.supervisor.runtime import Runtime
+from prefect_elastic_train.supervisor.job_handle import JobDriver, JobLog
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.unit.support import REPOSITORY
 from tests.unit.test_following import SPEC
 
@@ -70,10 +70,10 @@ def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
         if end < len(last):
             raise UnreachableError("it broke off")
 
-    log = JobLog(SimpleNamespace(log=read))  # type: ignore[arg-type]
+    log = JobLog(SimpleNamespace(read_log=read))  # type: ignore[arg-type]
     written = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_module, "_LEAST_LINES", look_back)
+        patch.setattr(job_handle, "_MIN_LINES", look_back)
         for more, limit in steps:
             written = min(len(lines), written + more)
             text = b"".join(lines[:written])
@@ -197,9 +197,9 @@ class Dashboard:
 @pytest.fixture
 def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
     """A dashboard without jobs, which is asked often."""
-    monkeypatch.setattr(runtime, "TURN_SECONDS", 0.01)
-    for name in ("TURN_SECONDS", "_ASK_SECONDS"):
-        monkeypatch.setattr(job_module, name, 0.02)
+    monkeypatch.setattr(training_processes, "POLL_SECONDS", 0.01)
+    for name in ("POLL_SECONDS", "_REQUEST_INTERVAL_SECONDS"):
+        monkeypatch.setattr(job_handle, name, 0.02)
     dashboard = Dashboard()
     yield dashboard
     dashboard.close()
@@ -231,15 +231,15 @@ def test_what_a_dashboard_answers_is_told_apart(
 
 def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: Dashboard) -> None:
     client = JobClient(dashboard.cluster)
-    assert client.job("a-1") is None
+    assert client.find_job("a-1") is None
     client.submit("a-1", {})
-    assert client.job("a-1") is not None
+    assert client.find_job("a-1") is not None
     for page in ((404, "<html>not here</html>"), (200, "<html>log in</html>"), (200, "[]")):
         dashboard.answers |= {"GET /api/jobs/a-1": page, "GET /api/jobs/": (200, "<html>log in</html>")}
         with pytest.raises(UnreachableError):
-            client.job("a-1")
+            client.find_job("a-1")
         with pytest.raises(UnreachableError):
-            client.jobs()
+            client.submitted_jobs()
 
 
 def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
@@ -250,19 +250,19 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password hush")
     (tmp_path / ".ray").mkdir()
     client = JobClient(dashboard.cluster)
-    client.jobs()
+    client.submitted_jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
-    client.jobs()
+    client.submitted_jobs()
     for token in ("of-the-file", "a-new-one"):
         (tmp_path / "token").write_text(token)
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-        client.jobs()
+        client.submitted_jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
-    client.jobs()
+    client.submitted_jobs()
     client = JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")}))
     dashboard.is_away = True
     with pytest.raises(UnreachableError) as raised:
-        client.jobs()
+        client.submitted_jobs()
     assert raised.value.__cause__ is raised.value.__context__ is None
     expected = ["", "of-the-home", "of-the-file", "a-new-one", "of-the-environment", "of-the-block"]
     assert dashboard.tokens == expected
@@ -275,29 +275,38 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> Non
     assert (refused.value.outcome, "hush" in str(refused.value)) == (Outcome.INVALID, False)
 
 
-class Flow(Runtime):
-    """A flow process that follows jobs, and what it was told."""
+class Flow(Follower):
+    """A flow process that follows jobs, and records what it receives."""
 
     def __init__(self, folder: Path) -> None:
         self.events: list[ev.Event] = []
         self.past: list[ev.Event] = []
         self.lines: list[str] = []
         self.notes: list[str] = []
-        super().__init__(
-            ElasticTrainSettings(),
-            self.events.append,
-            lambda source, text: self.lines.append(text),
-            on_note=self.notes.append,
-            on_past_event=self.past.append,
-            followed_until=lambda: 1.5,
-        )
+        self.settings = ElasticTrainSettings()
+        self.runtime = TrainingProcesses(self.settings, self)
         self.folder = folder
         self.job: JobDriver | None = None
+        self.on_new_event: Callable[[ev.Event], object] = self.events.append
+        self.on_replayed_event: Callable[[ev.Event], object] = self.past.append
+
+    def on_event(self, event: ev.Event, replayed: bool) -> None:
+        (self.on_replayed_event if replayed else self.on_new_event)(event)
+
+    def on_line(self, source: str, text: str) -> None:
+        self.lines.append(text)
+
+    def on_note(self, text: str, level: int = 0) -> None:
+        self.notes.append(text)
+
+    def logged_until(self) -> float:
+        return 1.5
 
     def train(self, dashboard: Dashboard, spec: DriverSpec = SPEC) -> ev.AttemptEnded:
         """Run an attempt as a job."""
-        self.job = JobDriver(self, replace(spec, cluster=dashboard.cluster), self.folder, self.job)
-        return self.follow(self.job)
+        spec = replace(spec, cluster=dashboard.cluster)
+        self.job = JobDriver(self, self.settings, self.runtime.wait, spec, self.folder, self.job)
+        return self.runtime.follow(self.job)
 
 
 @pytest.fixture
@@ -349,7 +358,7 @@ def test_a_submission_whose_answer_is_lost_is_recognised(
 def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_is_not(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "wait", lambda seconds: dashboard.answers.clear())
+    monkeypatch.setattr(flow.runtime, "wait", lambda seconds: dashboard.answers.clear())
     dashboard.train()
     dashboard.answers["POST /api/jobs/"] = (503, "busy")
     assert flow.train(dashboard) == ENDED
@@ -363,7 +372,7 @@ def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_i
 def test_a_dashboard_that_is_away_says_nothing_about_the_job(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_module, "NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(job_handle, "NOTE_SECONDS", 0.2)
 
     def note(text: str) -> None:
         if "has not answered" in text:
@@ -375,7 +384,7 @@ def test_a_dashboard_that_is_away_says_nothing_about_the_job(
         flow.events.append(event)
         dashboard.is_away = event == STATE
 
-    flow.on_note, flow.on_event = note, on_event
+    flow.on_note, flow.on_new_event = note, on_event
     dashboard.on_submit = lambda submission_id: dashboard.say(STARTED, STATE)
     assert flow.train(dashboard) == ENDED
     assert flow.events == [STARTED, STATE, ENDED]
@@ -427,17 +436,17 @@ def test_a_job_that_trains_with_another_configuration_is_not_followed(dashboard:
 
 @pytest.mark.usefixtures("own_job")
 def test_a_job_that_the_cluster_does_not_know_any_more_is_lost(dashboard: Dashboard, flow: Flow) -> None:
-    flow.on_past_event = lambda event: dashboard.jobs.clear()
+    flow.on_replayed_event = lambda event: dashboard.jobs.clear()
     dashboard.say(STARTED)
     ended = flow.train(dashboard)
-    assert (ended.outcome, "started anew" in ended.message) == (Outcome.CLUSTER_LOST, True)
+    assert (ended.outcome, "started again" in ended.message) == (Outcome.CLUSTER_LOST, True)
 
 
 @pytest.mark.usefixtures("own_job")
 def test_a_job_of_another_process_that_was_overtaken_is_followed_by_one_of_ours(
     dashboard: Dashboard, flow: Flow
 ) -> None:
-    flow.on_past_event = lambda event: dashboard.end("FAILED")
+    flow.on_replayed_event = lambda event: dashboard.end("FAILED")
     dashboard.say(STARTED, ENDED.model_copy(update={"outcome": Outcome.SUPERSEDED}))
     assert flow.train(dashboard).outcome is Outcome.DRIVER_LOST
 
@@ -453,7 +462,7 @@ def test_a_driver_whose_log_says_nothing_hangs(dashboard: Dashboard, flow: Flow)
 def test_a_driver_whose_log_cannot_be_read_may_not_hang_and_a_line_says_so(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_module, "NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(job_handle, "NOTE_SECONDS", 0.2)
     notes: list[str] = []
     flow.on_note = notes.append
     flow.settings = ElasticTrainSettings(liveness_timeout_seconds=0.2)
@@ -477,7 +486,7 @@ def test_a_driver_whose_log_cannot_be_read_may_not_hang_and_a_line_says_so(
         ("STOPPED", None, Outcome.CANCELLED, "was stopped, but not by this flow run"),
         ("STOPPED", Outcome.CANCELLED, Outcome.CANCELLED, "was stopped, but not by this flow run"),
         ("STOPPED", Outcome.COMPLETED, Outcome.COMPLETED, ""),
-        ("SUCCEEDED", None, Outcome.DRIVER_LOST, "its last word was lost"),
+        ("SUCCEEDED", None, Outcome.DRIVER_LOST, "its final event was lost"),
         ("FAILED", Outcome.CANCELLED, Outcome.DRIVER_LOST, "was ended by a signal"),
         ("FAILED", Outcome.USER_ERROR, Outcome.USER_ERROR, ""),
         ("FAILED", "ModuleNotFoundError: No module named 's3fs'", Outcome.INVALID, "cannot run the driver: Mod"),
@@ -493,7 +502,7 @@ def test_a_job_that_has_ended_is_judged_by_its_state_and_by_its_last_word_if_tha
     outcome: Outcome,
     says: str,
 ) -> None:
-    monkeypatch.setattr(job_module, "_LAST_LINES_SECONDS", 0.1)
+    monkeypatch.setattr(job_handle, "_LOG_END_SECONDS", 0.1)
     if said is None:
         dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
     elif isinstance(said, Outcome):
@@ -507,7 +516,7 @@ def test_a_job_that_has_ended_is_judged_by_its_state_and_by_its_last_word_if_tha
 
 
 class Stop(BaseException):
-    """The flow run was told to stop."""
+    """The flow run was stopped."""
 
 
 def stop(*_: object) -> NoReturn:
@@ -515,16 +524,16 @@ def stop(*_: object) -> NoReturn:
     raise Stop
 
 
-@pytest.mark.parametrize("detaches", [True, False])
-def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: Flow, detaches: bool) -> None:
+@pytest.mark.parametrize("keeps_job", [True, False])
+def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: Flow, keeps_job: bool) -> None:
     dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
-    flow.on_event, flow.detaches = stop, lambda reason: detaches
+    flow.on_new_event, flow.keeps_job = stop, lambda reason: keeps_job
     with pytest.raises(Stop):
         flow.train(dashboard)
-    assert dashboard.statuses() == ["RUNNING" if detaches else "STOPPED"]
-    assert any("goes on in the cluster" in note for note in flow.notes) == detaches
+    assert dashboard.statuses() == ["RUNNING" if keeps_job else "STOPPED"]
+    assert any("goes on in the cluster" in note for note in flow.notes) == keeps_job
     assert flow.job is not None
-    flow.job.end()
+    flow.job.stop()
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
 
@@ -547,7 +556,7 @@ def signalled(dashboard: Dashboard) -> Iterator[list[str]]:
 def test_a_job_that_waits_for_its_start_is_ended_by_another_job_whatever_signal_comes_meanwhile(
     dashboard: Dashboard, flow: Flow, signalled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_module, "_STOP_PENDING_SECONDS", 0.1)
+    monkeypatch.setattr(job_handle, "_STOP_PENDING_SECONDS", 0.1)
     signalled.append("/stop")
 
     def on_submit(submission_id: str) -> None:
@@ -597,7 +606,7 @@ def test_a_package_holds_what_the_driver_needs_and_not_the_token(package: Path) 
 def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for(package: Path) -> None:
     absent = ("prefect", "fastapi", "httpx", "pydantic_settings", "rich", "s3fs", "sqlalchemy", "typer")
     code = f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"
-    for part in ("core", "driver", "elastic", "runs", "storage", "report"):
+    for part in ("core", "driver", "controller", "worker", "runs", "storage", "report"):
         for path in sorted((package / "prefect_elastic_train" / part).glob("[a-z]*.py")):
             if path.stem not in ("s3", "operator_settings"):  # asked for where it is used; of the flow's machine
                 code += f"import prefect_elastic_train.{part}.{path.stem}\n"

@@ -32,7 +32,7 @@ def _log(lines: Lines, lines_per_second: float = 1000) -> RunLog:
 
 
 def _let_through(limits: OutputLimits, source: str, lines: int) -> int:
-    return sum(limits.lets_through(source) for _ in range(lines))
+    return sum(limits.allows(source) for _ in range(lines))
 
 
 RANKS = {"10.0.0.1:77": 0, "10.0.0.12:77": 1, "10.0.0.1:78": 2}
@@ -49,9 +49,9 @@ def test_each_source_has_ten_seconds_worth_of_lines_in_ten_seconds_and_the_other
         assert sum(told.values()) == told[1] == 100
         assert _let_through(limits, "driver", 1000) == 100
         assert _let_through(limits, "rank 0", 5000) == 5000, "in full, whatever the others print"
-        assert limits.notice() == ""
+        assert limits.end_window() == ""
         clock.now += 10
-        assert limits.notice().startswith(f"[{99 * 1000 - 100 + 900} lines of output left out: 1000 of rank ")
+        assert limits.end_window().startswith(f"[{99 * 1000 - 100 + 900} lines of output left out: 1000 of rank ")
 
 
 def test_what_was_left_out_is_a_line_of_the_log_by_source(lines: Lines) -> None:
@@ -202,17 +202,17 @@ CAPACITY = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"G
 WAITED = {"who": "workers", "tries": 2, "last": "reset"}
 METRICS = {"loss": 0.123456, "step": 7}
 SAID: list[tuple[ev.Event, str]] = [
-    (ev.ClusterConnected(**CLUSTER), "The Ray cluster is there, at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
+    (ev.ClusterConnected(**CLUSTER), "Connected to the Ray cluster at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
     (
         ev.AttemptStarted(**BEGUN),
-        "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist; its",
+        "Attempt 2: a new driver resumes from checkpoint ckpt-7; run directory /runs/mnist; its",
     ),
     (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers start the loop; checkpoint a is offered"),
     (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), "! The loop never saves"),
     (ev.WorkerGroupResized(old_size=2, new_size=4), "resized from 2 to 4"),
     (ev.WorkersPreempted(errors={}, retried=False), "! Preemption: a node was drained or reclaimed; "),
-    (ev.WaitingForCapacity(**CAPACITY), "! Waiting for capacity for 0 s: 1 workers fit, at least 2 are needed with "),
-    (ev.StorageWaited(**WAITED, seconds=5), "! The workers waited 5.0 s for the storage, in which 2 requests failed"),
+    (ev.WaitingForCapacity(**CAPACITY), "! Waiting for capacity: 1 of at least 2 workers fit, with "),
+    (ev.StorageWaited(**WAITED, seconds=5), "! The workers waited 5.0 s for the storage: 2 requests failed"),
     (
         ev.CheckpointCommitted(checkpoint="ckpt-7", size_bytes=3 * 1024**2, metrics=METRICS),
         "Checkpoint ckpt-7 is committed (3.0 MiB): loss=0.1235, step=7",

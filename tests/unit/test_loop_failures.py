@@ -28,10 +28,10 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.driver.endings import end_by_error
-from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.controller import _ElasticTrainerMixin
-from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
+from prefect_elastic_train.driver.endings import final_event_of_error
+from prefect_elastic_train.driver.trainer import _ElasticTrainerMixin
+from prefect_elastic_train.worker.rank_failures import failure_text
+from prefect_elastic_train.worker.train_worker import RayTrainWorker
 from tests.support.processes import wait_for
 
 STORAGE = LocalStorageSettings(path="/runs")
@@ -179,10 +179,10 @@ def test_what_a_loop_raises_is_a_user_error_in_its_own_words_with_its_traceback(
 ) -> None:
     sent = run(loop)
     error = pickle.loads(_of_controller(sent))
-    ended = end_by_error(error, STORAGE)
+    ended = final_event_of_error(error, STORAGE)
     assert ended.outcome is Outcome.USER_ERROR
     assert words in ended.message
-    text = loop_watch.in_full(pickle.loads(sent).error)
+    text = failure_text(pickle.loads(sent).error)
     assert "Traceback (most recent call last)" in text
     assert f", in {loop.__name__}\n" in text
     assert len(text) < 200_000
@@ -195,7 +195,7 @@ def test_an_exception_whose_class_only_workers_have_is_told_too(
     del sys.modules[module_of_workers]
     assert (
         "rank 0: workers_only.DataError: torn shard"
-        in end_by_error(pickle.loads(_of_controller(sent)), STORAGE).message
+        in final_event_of_error(pickle.loads(_of_controller(sent)), STORAGE).message
     )
 
 
@@ -206,7 +206,7 @@ def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run
     def call() -> None:
         raise ActorDiedError
 
-    ends = [end_by_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
+    ends = [final_event_of_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
     assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
 
 
@@ -222,7 +222,7 @@ def test_what_a_loop_returns_ends_no_training(run: Callable[[Any], bytes], value
 
 def test_a_loop_that_only_returns_what_would_train_is_no_completed_training(run: Callable[[Any], bytes]) -> None:
     training = _train_later()
-    ended = end_by_error(pickle.loads(_of_controller(run(lambda: training))), STORAGE)
+    ended = final_event_of_error(pickle.loads(_of_controller(run(lambda: training))), STORAGE)
     training.close()
     assert ended.outcome is Outcome.USER_ERROR
     assert "TypeError: the train loop returned a coroutine, which has not run" in ended.message

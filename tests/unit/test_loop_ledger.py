@@ -25,7 +25,7 @@ def _wrong(world_size: int, steps: range, change: dict[tuple[int, int], list[int
         for rank, ledger in enumerate(ledgers):
             samples = change.get((step, rank), ORDER.share(step, rank, world_size).tolist())
             ledger.add(np.array(samples, dtype=np.int64), step)
-    found = combine(ledger.close(steps.stop)["steps"] for ledger in ledgers)
+    found = combine(ledger.flush(steps.stop)["steps"] for ledger in ledgers)
     expected = np.array([digest(ORDER.indices(step), step) for step in steps])
     return [step for step, wrong in zip(steps, (found != expected).any(axis=1), strict=True) if wrong]
 
@@ -70,7 +70,7 @@ def test_samples_exchanged_between_steps_are_told_by_their_total_too() -> None:
         right.add(ORDER.indices(step), step)
         exchanged.add(ORDER.indices(other), step)
     for ledger in (right, exchanged):
-        ledger.close(2)
+        ledger.flush(2)
     assert not np.array_equal(right.total, exchanged.total)
 
 
@@ -80,8 +80,8 @@ def test_the_total_goes_on_over_checkpoints() -> None:
         ledger.add(ORDER.indices(step), step)
         expected.append(digest(ORDER.indices(step), step))
         if step % 7 == 6:
-            ledger.close(step + 1)
+            ledger.flush(step + 1)
             assert np.array_equal(ledger.total, combine(expected))
-    kept = ledger.close(30)
+    kept = ledger.flush(30)
     assert kept["since"] == 28
     assert np.array_equal(kept["steps"], expected[28:])

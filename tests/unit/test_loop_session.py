@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from prefect_elastic_train import loop
-from prefect_elastic_train.loop import scratch, training_session
+from prefect_elastic_train.loop import scratch_folder, training_session
 from prefect_elastic_train.loop.ledger import Ledger, combine
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.state import random_state, restore_random_state, seed_everything
@@ -160,7 +160,7 @@ def test_ranks_of_a_tensor_parallel_group_share_their_samples_and_are_counted_on
                 [batch] = session.batches(np.arange(8))
                 assert session.weight == 1.0
                 shares.append(batch.tolist())
-                counted += session._taken[0].tolist()
+                counted += session._step_samples[0].tolist()
                 session.step()
         finally:
             torch.distributed.destroy_process_group()
@@ -282,7 +282,7 @@ def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplo
     recorder = _train(lambda step: {"val_loss": 0.5} if step % 40 == 0 else {}, save_every=30, save_scored=False)
     assert recorder.scored == []
     assert [one["step"] for one, _ in recorder.reports if "val_loss" in one] == [40, 80]
-    assert "val_loss of step 40 has no checkpoint to rank: save_scored=False" in caplog.text
+    assert "The score of step 40 has no checkpoint to rank: save_scored=False" in caplog.text
 
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
@@ -358,7 +358,7 @@ def test_a_session_knows_for_how_many_workers_its_steps_have_samples(
 
 def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
     with (
-        pytest.raises(loop.LoopError, match="rank 0 asks for the batch of step 1, and has done 0 steps"),
+        pytest.raises(loop.LoopError, match="rank 0 requested the batch of step 1, but has done 0 steps"),
         loop.session(NoState(), steps=3, global_batch=2) as session,
     ):
         for _ in session.batches(np.arange(9)):
@@ -372,7 +372,7 @@ def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
 
 def test_a_stream_is_refused_with_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop.session(NoState(), steps=3, global_batch=2) as session:
-        with pytest.raises(TypeError, match=r"cannot be resumed at a position. Load the samples by their index"):
+        with pytest.raises(TypeError, match=r"cannot be resumed at a position. Load the samples by index"):
             next(session.batches(iter(range(9))))
         with pytest.raises(TypeError, match=r"one length, not \[8, 9\]"):
             next(session.batches((np.arange(8), np.arange(9))))
@@ -413,11 +413,13 @@ def test_a_torch_state_is_put_back_whole_and_one_of_another_model_is_refused_by_
         assert torch.equal(one, other), "weights, moments and the schedule are those of the first"
     alone = _network()
     loop.TorchState(model=alone).read(str(tmp_path), only_these=True)
-    with pytest.raises(loop.StateMismatchError, match="here is no optimizer"):
+    with pytest.raises(loop.StateMismatchError, match="missing in the state: optimizer"):
         loop.TorchState(model=alone).read(str(tmp_path))
-    with pytest.raises(loop.StateMismatchError, match=r"in the checkpoint is no ema\."):
+    with pytest.raises(loop.StateMismatchError, match=r"missing in the checkpoint: ema\."):
         loop.TorchState(**made(ema=torch.optim.swa_utils.AveragedModel(alone)), head=_network()).read(str(tmp_path))
-    with pytest.raises(loop.StateMismatchError, match=r"of another shape are model.0.bias \(4,\) and \(5,\) here"):
+    with pytest.raises(
+        loop.StateMismatchError, match=r"another shape in the checkpoint: model.0.bias \(4,\) \(state: \(5"
+    ):
         loop.TorchState(**made(5)).read(str(tmp_path))
 
 
@@ -466,14 +468,10 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
         first = second
 
 
-@pytest.mark.parametrize(
-    "left", ["rank-00000-of-00002.npz", "rank-00000.npz"], ids=["cut off", "of an earlier version"]
-)
-def test_a_checkpoint_without_the_parts_of_all_ranks_is_refused_by_name(tmp_path: Path, left: str) -> None:
+def test_a_checkpoint_without_the_parts_of_all_ranks_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / training_session.SESSION_FILE).write_text('{"step": 1, "world_size": 2}')
-    np.savez(tmp_path / left, random=1)
-    lacking = f"rank-0000{int('of' in left)}-of-00002.npz"
-    with pytest.raises(loop.LoopError, match=f"is incomplete, or of an earlier version .* it has no {lacking}. Start"):
+    np.savez(tmp_path / "rank-00000-of-00002.npz", random=1)
+    with pytest.raises(loop.LoopError, match=r"is incomplete: 1 of 2 ranks .* first rank-00001-of-00002.npz. Start"):
         loop.read_about(tmp_path)
 
 
@@ -522,7 +520,7 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
     order, seen = SampleOrder(10, 2), Ledger()
     for step in range(4):
         seen.add(order.indices(step), step)
-    kept = seen.close(4)
+    kept = seen.flush(4)
     for name, done, weights in (("first", 2, 2.0), ("last", 4, 14.0)):
         after = loop.ArrayState(weights=0.0)
         successor = loop.Session(after, steps=4, global_batch=2)
@@ -564,9 +562,9 @@ def test_a_jax_state_is_put_back_whole_and_one_of_another_model_is_refused_by_na
     alone = loop.JaxState(params=made().params)
     alone.read(str(tmp_path), only_these=True)
     assert float(alone.params["inner"][0, 0]) == 3
-    with pytest.raises(loop.StateMismatchError, match="here is no count, key"):
+    with pytest.raises(loop.StateMismatchError, match="missing in the state: count, key"):
         alone.read(str(tmp_path))
-    with pytest.raises(loop.StateMismatchError, match=r"params.inner \(3, 4\) and \(3, 5\) here"):
+    with pytest.raises(loop.StateMismatchError, match=r"params.inner \(3, 4\) \(state: \(3, 5\)\)"):
         made(5).read(str(tmp_path))
     with pytest.raises(AttributeError, match="JaxState has no moments, only params, key, count"):
         first.moments = 1
@@ -592,16 +590,16 @@ def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    own = scratch.ScratchFolder()
-    code = "import time\nfrom prefect_elastic_train.loop.scratch import ScratchFolder\nS = ScratchFolder()\n"
+    own = scratch_folder.ScratchFolder()
+    code = "import time\nfrom prefect_elastic_train.loop.scratch_folder import ScratchFolder\nS = ScratchFolder()\n"
     command = [sys.executable, "-c", f"{code}print(S.path, flush=True)\ntime.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(tmp_path)}) as process:
         assert process.stdout is not None
         of_other = Path(process.stdout.readline().strip())
-        scratch.remove_left_folders()
+        scratch_folder.remove_abandoned_folders()
         assert of_other.is_dir()
         process.kill()
-    scratch.remove_left_folders()
+    scratch_folder.remove_abandoned_folders()
     assert [str(path) for path in tmp_path.iterdir()] == [own.path]
     own.remove()
     assert not Path(own.path).exists()

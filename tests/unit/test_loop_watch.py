@@ -22,12 +22,14 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 
 from prefect_elastic_train import loop
-from prefect_elastic_train.core import ray_output
+from prefect_elastic_train.controller import loop_watch, worker_group
+from prefect_elastic_train.controller.failures import IgnoredCheckpointError, classify_failure
+from prefect_elastic_train.controller.loop_watch import LoopWatch
+from prefect_elastic_train.core import causes
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.elastic import controller, loop_callback, loop_watch
-from prefect_elastic_train.elastic.loop_callback import RayTrainWorker
-from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
+from prefect_elastic_train.worker import loop_inspection, train_worker
+from prefect_elastic_train.worker.train_worker import RayTrainWorker
 from tests.support.processes import wait_for
 
 NEVER, OPENED = False, True
@@ -42,22 +44,24 @@ class Watched:
         self.now = 100.0
         monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(
-            loop_watch, "ask", lambda workers, question, seconds: {0: workers[0]} if workers[0] is not None else {}
+            loop_watch,
+            "query_workers",
+            lambda workers, function, seconds: {0: workers[0]} if workers[0] is not None else {},
         )
         self.events: list[Event] = []
         self.watch = LoopWatch(fails, self.events.append, hangs_after_seconds)
-        self.watch.begin(["is at loop.py"], "", {})
+        self.watch.begin_group(["is at loop.py"], "", {})
 
     def resume(self, opened: bool | None, before: dict[str, Any], *reports: dict[str, Any]) -> Any:
         """Have a loop that has or has not opened it report from a checkpoint on; return what it fails of."""
-        self.watch.begin([opened], "checkpoint_a", before)
+        self.watch.begin_group([opened], "checkpoint_a", before)
         looks = [self._look(made.pop("saves", 0) == 1, made) for made in map(dict, reports)]
         assert looks[:-1] == [None] * (len(looks) - 1)
         return looks[-1]
 
     def _look(self, saves: bool, metrics: dict[str, Any]) -> Any:
         report = _TrainingReport(CHECKPOINT if saves else None, metrics, False)
-        return self.watch.look([WorkerStatus(True, None, report)])
+        return self.watch.check([WorkerStatus(True, None, report)])
 
     def report(self, times: int, seconds: float, saves: bool = False) -> None:
         """Have the loop report so often, so many seconds apart."""
@@ -97,9 +101,9 @@ def test_a_loop_that_goes_on_or_has_read_its_checkpoint_is_not_suspected(
 @pytest.mark.parametrize(
     ("opened", "before", "reports", "message"),
     [
-        (NEVER, {"step": 8}, [{"step": 1}], "at step 1 although the checkpoint of step 8 is there (checkpoint_a): it"),
+        (NEVER, {"step": 8}, [{"step": 1}], "at step 1, although the checkpoint of step 8 exists (checkpoint_a): it"),
         (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never read what ray.train.get_checkpoint() returns. Restore model"),
-        (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "again although the checkpoint is there"),
+        (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "from the beginning, although the checkpoint exists"),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0, "saves": 1}], ""),  # before it replaces another
     ],
 )
@@ -130,7 +134,7 @@ def test_a_loop_without_a_checkpoint_is_told_of_once_when_that_costs_something(m
     quick = Watched(monkeypatch)
     quick.report(100, 0.1)
     assert quick.problems == [], "it may save at each hundredth"
-    quick.watch.look([WorkerStatus(False, None, None)])
+    quick.watch.check([WorkerStatus(False, None, None)])
     assert quick.problems == ["no-checkpoint"]
 
     saving = Watched(monkeypatch)
@@ -145,16 +149,16 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
 ) -> None:
     hung = Watched(monkeypatch, hangs_after_seconds=60.0)
     hung.now += 1000.0  # the workers are set up
-    assert hung.watch.look(RUNNING) is None
+    assert hung.watch.check(RUNNING) is None
     hung.now += 59.0
     hung.report(1, 0.0, saves=True)
     hung.now += 60.0
-    assert hung.watch.look(RUNNING) is None
+    assert hung.watch.check(RUNNING) is None
     hung.now += 1.0
-    failure = hung.watch.look(RUNNING)
+    failure = hung.watch.check(RUNNING)
     assert failure is not None
     assert str(failure.worker_failures[0]) == "no report for 60 s; the rank is at loop.py"
-    assert hung.watch.look([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"
+    assert hung.watch.check([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"
 
 
 def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for_the_others(
@@ -175,12 +179,12 @@ def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for
         context = SimpleNamespace(execution_context=SimpleNamespace(training_thread_runner=runner))
         monkeypatch.setattr(rays_context, "_train_context", context)
         runner.run(lambda wait=wait: wait())
-        wait_for(lambda: f", in {wait.__name__}\n" in loop_watch.stacks(), 20, "the loop")
-        errors[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_watch.stacks()}"
+        wait_for(lambda: f", in {wait.__name__}\n" in loop_inspection.thread_stacks(), 20, "the loop")
+        errors[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_inspection.thread_stacks()}"
         go_on.set()
         wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
         go_on.clear()
-    waits, is_at = ray_output.causes({"0": errors["barrier"], "1": errors["load"]}, {})
+    waits, is_at = causes.causes({"0": errors["barrier"], "1": errors["load"]}, {})
     here = re.escape(__file__)
     assert re.fullmatch(
         rf"rank 0: HungLoopError: .*; the rank waits for other ranks at {here}:\d+ in barrier: go_on.*", waits
@@ -197,33 +201,33 @@ def _waited(seconds: float) -> WorkerStatus:
 def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     lines = {0: "train.py:31 in loop", 1: "train.py:40 in validate", 2: "train.py:40 in validate"}
-    monkeypatch.setattr(loop_watch, "ask", lambda workers, question, seconds: lines)
+    monkeypatch.setattr(loop_watch, "query_workers", lambda workers, function, seconds: lines)
     does_not_answer = WorkerStatus(True, None, None)
-    watched.watch.begin([""] * 4, "", {})
-    assert watched.watch.look([_waited(44.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
+    watched.watch.begin_group([""] * 4, "", {})
+    assert watched.watch.check([_waited(44.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
     assert watched.problems == []
     for _ in range(2):
-        assert watched.watch.look([_waited(46.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
+        assert watched.watch.check([_waited(46.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
     (event,) = watched.events
     assert isinstance(event, LoopWarned)
     assert event.problem == "ranks-wait"
     assert (
         "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate; rank 3 does not answer" in event.message
     )
-    watched.watch.begin(["another group"], "", {})
-    watched.watch.look([_waited(46.0)])
+    watched.watch.begin_group(["another group"], "", {})
+    watched.watch.check([_waited(46.0)])
     assert watched.problems == ["ranks-wait", "ranks-wait"]
 
 
 def test_a_rank_that_answers_no_poll_is_told_of_though_nobody_waits_for_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    watched.watch.begin([""] * 2, "", {})
-    monkeypatch.setattr(loop_watch, "ask", lambda workers, question, seconds: {0: "train.py:31 in loop"})
-    watched.watch.look([_waited(0.0), _waited(0.0)])
+    watched.watch.begin_group([""] * 2, "", {})
+    monkeypatch.setattr(loop_watch, "query_workers", lambda workers, function, seconds: {0: "train.py:31 in loop"})
+    watched.watch.check([_waited(0.0), _waited(0.0)])
     for seconds in (44.0, 2.0):
         assert watched.problems == []
         watched.now += seconds
-        watched.watch.look([_waited(0.0), WorkerStatus(True, None, None)])
+        watched.watch.check([_waited(0.0), WorkerStatus(True, None, None)])
     (event,) = watched.events
     assert isinstance(event, LoopWarned)
     assert "rank 0 at train.py:31 in loop; rank 1 does not answer" in event.message
@@ -242,7 +246,7 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     execution = SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner)
     context = SimpleNamespace(execution_context=execution, preemption_context=SimpleNamespace(preemption_info=None))
     monkeypatch.setattr(rays_context, "_train_context", context)
-    monkeypatch.setattr(loop_callback, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(train_worker, "_SAMPLE_SECONDS", 0.0)
     worker = RayTrainWorker()
 
     def waited() -> float:
@@ -254,7 +258,7 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     assert waited() == pytest.approx(0.0, abs=0.05), "it does something of its own"
     goes_on.put(None)
     wait_for(lambda: waited() > 0.3, 5, "the wait")
-    file, _, rest = loop_watch.line().partition(":")
+    file, _, rest = loop_inspection.current_line().partition(":")
     assert (file, rest.partition(" ")[2]) == (
         __file__,
         "in loop: waits._monitor_target()  # a line of the loop, from which Ray waits",
@@ -266,23 +270,26 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
     def plan() -> str:
-        return loop_watch.take_news()[2]
+        return loop_inspection.collect_commit_report().save_plan
 
-    loop_watch.state.interval = 0.0
+    loop_inspection.state.interval = 0.0
     with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1) as session:
-        assert plan().startswith("each 10 s: ")
+        assert plan().startswith("every 10 s: ")
         assert plan() == ""
         session.cadence.blocked, session.cadence.background = 5.0, 4.0
         session.cadence.failures, session.cadence.trained_seconds = 3, 7200.0
         told = plan()
-        assert "a save blocks 5 s, takes 4 s beside the steps, and a failure is expected each 50 min" in told
-        assert told.endswith("(3 in 120 min so far; before any, one in 6 h)")
+        assert (
+            "a save blocks the loop for 5 s and takes 4 s in the background, and a failure is expected every 50 min"
+            in told
+        )
+        assert told.endswith("(3 in 120 min so far; before the first failure, one in 6 h)")
         session.cadence.blocked = 5.1
         assert plan() == ""
         session.step()
-        assert "\nsession.step() was called up to step 1 of 5" in loop_watch.stacks()
+        assert "\nsession.step() was called up to step 1 of 5" in loop_inspection.thread_stacks()
     with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1, save_every=50):
-        assert plan() == "each 50 steps, as asked for"
+        assert plan() == "every 50 steps, as configured"
 
 
 _DEAD = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
@@ -312,8 +319,8 @@ _WRAPPED = UserExceptionWithTraceback(
 def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else_does(
     failures: dict[int, Exception], waited: float, outcome: Outcome | None
 ) -> None:
-    assert loop_watch.cause_of(failures, workers=2, waited_seconds=waited).outcome is outcome
-    assert loop_watch.cause_of(failures).outcome is not None, "a driver cannot wait"
+    assert classify_failure(failures, workers=2, waited_seconds=waited).outcome is outcome
+    assert classify_failure(failures).outcome is not None, "a driver cannot wait"
 
 
 @pytest.mark.parametrize(
@@ -350,19 +357,19 @@ def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else
 def test_the_errors_of_collectives_that_lost_a_peer_are_told_from_those_of_the_loop(
     name: str, message: str, is_consequence: bool
 ) -> None:
-    assert ray_output.is_consequence(f"{name}: {message}") is is_consequence
+    assert causes.is_consequence(f"{name}: {message}") is is_consequence
 
 
 def _poll_until_known(monkeypatch: pytest.MonkeyPatch, *polls: list[WorkerStatus]) -> tuple[list[WorkerStatus], float]:
     """What callbacks get to see of polls that follow each other, the last one again and again, and after what time."""
     coming, now = list(polls), [0.0]
-    monkeypatch.setattr(controller.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(controller.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(worker_group.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(worker_group.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     poll = lambda self, timeout: coming.pop(0) if coming[1:] else coming[0]  # noqa: E731
-    monkeypatch.setattr(controller.WorkerGroup, "_poll_workers_and_collect_errors", poll)
+    monkeypatch.setattr(worker_group.WorkerGroup, "_poll_workers_and_collect_errors", poll)
     seen: list[list[WorkerStatus]] = []
-    monkeypatch.setattr(controller.callbacks, "current", lambda: SimpleNamespace(look_at_reports=seen.append))
-    group: Any = controller.RunWorkerGroup.__new__(controller.RunWorkerGroup)
+    group: Any = worker_group.RunWorkerGroup.__new__(worker_group.RunWorkerGroup)
+    group.callback = SimpleNamespace(check_reports=seen.append)
     statuses: list[WorkerStatus] = group._poll_workers_and_collect_errors(0.1)
     assert seen == [statuses], "callbacks and policies see the last poll, once"
     return statuses, now[0]
@@ -407,22 +414,22 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
     watched = Watched(monkeypatch)
     monkeypatch.setattr(loop_watch.time, "time", lambda: 5000.0)
 
-    def look(*positions: loop_watch.Position | None) -> None:
+    def look(*positions: loop_inspection.Position | None) -> None:
         statuses = [WorkerStatus(True, None, None) for _ in positions]
         for status, position in zip(statuses, positions, strict=True):
             status.position = position  # type: ignore[attr-defined]
-        watched.watch.look(statuses)
+        watched.watch.check(statuses)
 
     look()
     look(None, None)
-    look(loop_watch.Position(0.3, 300, 302, 64), None)
+    look(loop_inspection.Position(0.3, 300, 302, 64), None)
     assert watched.events == []
-    look(loop_watch.Position(0.6, 300, 305, 64), loop_watch.Position(0.25, 300, 302, 64))
-    look(loop_watch.Position(0.9, 300, 309, 64), loop_watch.Position(0.5, 300, 306, 64))
+    look(loop_inspection.Position(0.6, 300, 305, 64), loop_inspection.Position(0.25, 300, 302, 64))
+    look(loop_inspection.Position(0.9, 300, 309, 64), loop_inspection.Position(0.5, 300, 306, 64))
     (first,) = watched.events
     assert isinstance(first, FirstStep)
     assert (first.at, first.world_size, watched.watch.step) == (5000.0 - 0.25, 2, 309)
-    watched.watch.begin(["in loop.py"], "", {})
+    watched.watch.begin_group(["in loop.py"], "", {})
     assert watched.watch.step == 0, "the next group's session has begun no step"
     assert watched.watch.most_workers == 64, "and has the same samples"
 
@@ -436,7 +443,7 @@ def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_wa
     for was_enabled in (False, True):
         (gc.enable if was_enabled else gc.disable)()
         try:
-            loop_watch.stacks()
+            loop_inspection.thread_stacks()
             assert gc.isenabled() is was_enabled
         finally:
             gc.enable()
@@ -448,7 +455,7 @@ def test_looking_at_the_loop_does_not_hang_a_worker_whose_threads_come_and_go() 
     # Without the precaution this stands still within a second in Python up to 3.11.8.
     script = textwrap.dedent("""
         import gc, os, sys, threading, time
-        from prefect_elastic_train.elastic import loop_watch
+        from prefect_elastic_train.worker import loop_inspection
 
         class Garbage:
             def __del__(self):
@@ -459,7 +466,7 @@ def test_looking_at_the_loop_does_not_hang_a_worker_whose_threads_come_and_go() 
 
         def look():
             while True:
-                looks.append(len(loop_watch._frames()))
+                looks.append(len(loop_inspection._thread_frames()))
                 for _ in range(3):
                     one, other = Garbage(), Garbage()
                     one.other, other.one = other, one

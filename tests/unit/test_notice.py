@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic import loop_callback
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
-from prefect_elastic_train.loop import RunContext, notice, resize_requested
+from prefect_elastic_train.loop import RunContext, resize_requested, restart_notice
+from prefect_elastic_train.worker import worker_callbacks
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.unit.support import python
 
 
@@ -28,14 +28,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         size=1,
     )
     monkeypatch.setattr(context, "_train_context", found)
-    monkeypatch.setattr(notice, "known", notice.Notice())
+    monkeypatch.setattr(restart_notice, "state", restart_notice.RestartNotice())
     return found
 
 
 def _report(checkpoint: bool, error: OSError | None = None) -> float:
     """Report as Ray Train's worker does, which an error may end, and return how long that took."""
     started = time.monotonic()
-    callback = LoopCallback(RunContext("run", "", 1, "", ""))
+    callback = WorkerHooks(RunContext("run", "", 1, "", ""))
     with suppress(OSError), callback.on_report(), callback.on_checkpoint_transfer() if checkpoint else nullcontext():
         if error is not None:
             raise error
@@ -57,14 +57,17 @@ def test_outside_of_a_training_nothing_is_requested_and_ray_is_not_imported() ->
 def test_each_growth_is_told_once(worker: SimpleNamespace) -> None:
     assert sum(_answers()) == 0
     for growth, told in ((1, 1), (1, 0), (0, 0), (2, 1)):
-        notice.announce(growth)
+        restart_notice.set_announced_growth(growth)
         assert sum(_answers()) == told
 
 
 def test_a_loop_that_asks_beside_its_session_does_not_take_the_notice_of_it(worker: SimpleNamespace) -> None:
-    notice.announce(1)
+    restart_notice.set_announced_growth(1)
     assert sum(_answers()) == 1
-    assert [notice.ask(lambda: "decided", together=True) for _ in range(2)] == [(True, "decided"), (False, "decided")]
+    assert [restart_notice.poll_restart(lambda: "decided", together=True) for _ in range(2)] == [
+        (True, "decided"),
+        (False, "decided"),
+    ]
     assert sum(_answers()) == 0
 
 
@@ -89,7 +92,7 @@ def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_an
     answers = iter([(None, 2, None), (("growth", 1), 0, None)])
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", broadcast)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(notice, "time", clock)
+    monkeypatch.setattr(restart_notice, "time", clock)
     assert [resize_requested() for _ in range(4)] == [False, False, False, True]
     for _ in range(400):
         clock.now += 0.005
@@ -103,9 +106,9 @@ def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
     worker: SimpleNamespace, told: bool
 ) -> None:
     assert _report(checkpoint=True) < 1
-    notice.announce(1)
+    restart_notice.set_announced_growth(1)
     assert not told or any(_answers())
-    threading.Timer(0.2, notice.announce, (0,)).start()
+    threading.Timer(0.2, restart_notice.set_announced_growth, (0,)).start()
     assert 0.15 < _report(checkpoint=not told) < 5
     assert _report(checkpoint=True) < 1
 
@@ -113,8 +116,8 @@ def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
 def test_it_does_not_stand_still_for_ever_nor_after_an_ordinary_report_or_one_that_failed(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_callback, "_HOLD_SECONDS", 0.2)
-    notice.announce(1)
+    monkeypatch.setattr(worker_callbacks, "_HOLD_SECONDS", 0.2)
+    restart_notice.set_announced_growth(1)
     assert _report(checkpoint=False) < 0.15
     assert 0.15 < _report(checkpoint=True) < 2
     assert _report(checkpoint=True, error=OSError("disk full")) < 0.15

@@ -30,14 +30,14 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.model import RunDirectory, all_commits
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
-from prefect_elastic_train.storage import objects as objects_module
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
+from prefect_elastic_train.storage import object_store as objects_module
 from prefect_elastic_train.storage import s3 as s3_module
-from prefect_elastic_train.storage.objects import ObjectRunStore
+from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import RunStore
 from tests.support.processes import wait_for
@@ -195,7 +195,7 @@ def test_a_creation_that_was_overtaken_between_its_tries_has_failed(run: RunStor
         late = pool.submit(run.create, "commits/1", b"late")
         wait_for(lambda: proxy.faults_given["reset_before"], 20, "the first try")
         proxy.faults(None)
-        mine = run.impatient(0).create("commits/1", b"mine")
+        mine = run.with_retry_limit(0).create("commits/1", b"mine")
         assert mine != late.result(30), "both have won, or none"
     assert run.read("commits/1") == (b"mine" if mine else b"late")
 
@@ -336,12 +336,12 @@ def test_a_checkpoint_that_is_gone_or_leads_out_of_its_folder_is_not_downloaded(
     with pytest.raises(FileNotFoundError, match="ckpt: there is no such checkpoint"):
         run.download("ckpt", str(tmp_path))
     monkeypatch.setattr(run, "file_sizes", lambda name: {"../../escaped": 1})
-    with pytest.raises(ElasticTrainError, match="leads out of it"):
+    with pytest.raises(ElasticTrainError, match="points outside of it"):
         run.download("ckpt", str(tmp_path / "a" / "b"))
     monkeypatch.setattr(run, "file_sizes", lambda name: {"shorter": 3})
     run.create("ckpt/shorter", b"12")
     with pytest.raises(StorageFaultError, match="got 2 bytes instead of 3"):
-        run.impatient(0).download("ckpt", str(tmp_path / "a" / "b"))
+        run.with_retry_limit(0).download("ckpt", str(tmp_path / "a" / "b"))
     assert list(tmp_path.rglob("escaped")) == []
 
 
@@ -502,7 +502,7 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RunStore) -> Non
     first = Ray(run, begin(run).attempt, num_to_keep=1).start()
     first.report("a", loss=0.5)
     first.report("b", loss=0.25)
-    assert all_commits(run) == [(1, 1), (1, 2)]
+    assert RunDirectory(run).commit_ids == [(1, 1), (1, 2)]
     assert [name for name in run.folders() if run.file_sizes(name)] == [layout.STATE_FOLDER, "b"]
     half = physical_name("c", 1)
     interrupted = first.upload(half, {"model.pt": b"half"})
@@ -510,7 +510,7 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RunStore) -> Non
     begun = begin(run)
     second = Ray(run, begun.attempt, num_to_keep=1).start()
     assert second.latest == begun.point.checkpoint == "b"
-    assert remove_interrupted_uploads(run, begun.attempt) == [half]
+    assert remove_leftovers(run, begun.attempt) == [half]
     with pytest.raises(FencedOffError):
         first.report("d")
     second.report("c")

@@ -1,4 +1,4 @@
-"""How attempts end, and whether to try again."""
+"""Outcomes of attempts, and decisions to retry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefect_elastic_train.core.outcomes import (
     TrainingTimeoutError,
     may_retry,
 )
-from prefect_elastic_train.orchestration.training import restart_delay
+from prefect_elastic_train.orchestration.supervision import restart_delay
 
 #: The condition looks at the state only.
 UNUSED: Any = None

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,22 +25,26 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 
+from prefect_elastic_train.controller import budget, controller, scaling_policy, worker_group
+from prefect_elastic_train.controller.budget import FailureWindow
+from prefect_elastic_train.controller.controller import TrainController
+from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
+from prefect_elastic_train.controller.failures import CapacityTimeoutError, decisive_failure
+from prefect_elastic_train.controller.loop_watch import LoopWatch
+from prefect_elastic_train.controller.scaling_policy import GrowthDecision, RunScalingPolicy
+from prefect_elastic_train.controller.sizing import Node
+from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import budget, callbacks, controller, policy
-from prefect_elastic_train.elastic.budget import Forgiveness
-from prefect_elastic_train.elastic.cluster import scaling_config
-from prefect_elastic_train.elastic.controller import RunWorkerGroup, TrainController
-from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, LoopWatch, decisive
-from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
-from prefect_elastic_train.elastic.sizing import Node
-from prefect_elastic_train.loop.notice import announce
+from prefect_elastic_train.driver.ray_configs import scaling_config
+from prefect_elastic_train.loop.restart_notice import set_announced_growth
 
 
 class Cluster(RunScalingPolicy):
     """The policy before nodes of one CPU each; None for a cluster that does not answer."""
 
+    shared: State
     fits: int | None = 0
     taken: Collection[int] = ()
 
@@ -56,7 +60,7 @@ class Cluster(RunScalingPolicy):
         self.fits = fits
         taken = dict.fromkeys(self.taken, 0.0)
         nodes = [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(fits or 0)]
-        policy.cluster_nodes = lambda: nodes  # type: ignore[attr-defined]
+        scaling_policy.cluster_nodes = lambda: nodes  # type: ignore[attr-defined]
 
     def start(self, fits: int | None) -> int:
         """Return how many workers are started where so many fit, 0 for none yet."""
@@ -66,36 +70,37 @@ class Cluster(RunScalingPolicy):
     def grow(self, fits: int | None, group: Any, committed: bool = False) -> Any:
         """Return what is decided about a healthy group where so many fit, None for nothing."""
         self._show(fits)
-        callback: Any = callbacks.current()
-        callback.has_committed = committed
+        self.shared.commit_count += committed
         status = WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(group.num_workers)})
         decision = self.make_decision_for_running_worker_group(group, status)
         return None if isinstance(decision, NoopDecision) else decision
 
 
-class Callback(SimpleNamespace):
-    """What the policy sees of the callback in its controller."""
+class State(SimpleNamespace):
+    """The part of the controller's state that the policies use."""
 
     def __init__(self) -> None:
         waiting: list[WaitingForCapacity] = []
-        super().__init__(start_failure=None, checkpoint="a", has_committed=False, waiting=waiting, tell=waiting.append)
-        self.is_draining, self.budget, self.left = False, Forgiveness(0), None
+        super().__init__(start_failure=None, checkpoint="a", commit_count=0, waiting=waiting, publish=waiting.append)
+        self.is_draining, self.budget, self.failures_left = False, FailureWindow(0), None
         self.loops = LoopWatch(False, lambda event: None)
+        self.standbys, self.assumed_nodes = None, frozenset[str]()
         self.failures: dict[int, Exception] = {}
 
-    def take_commit(self) -> bool:
-        committed, self.has_committed = self.has_committed, False
-        return committed
+    def of(self, scaling: ScalingSettings, requester_id: str) -> Any:
+        """Return this state with other settings."""
+        self.settings = SimpleNamespace(scaling=scaling, requester_id=requester_id)
+        return self
 
 
 @pytest.fixture(autouse=True)
-def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
-    """The callback that the policy meets."""
-    found = Callback()
-    monkeypatch.setattr(callbacks, "_current", found)
-    monkeypatch.setattr(policy, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(policy, "cluster_nodes", None)  # put back afterwards
-    monkeypatch.setattr(policy, "remove_orphaned_groups", lambda: 0)
+def state(monkeypatch: pytest.MonkeyPatch) -> State:
+    """The controller's state."""
+    found = State()
+    monkeypatch.setattr(Cluster, "shared", found, raising=False)
+    monkeypatch.setattr(scaling_policy, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(scaling_policy, "cluster_nodes", None)  # put back afterwards
+    monkeypatch.setattr(scaling_policy, "remove_orphaned_placement_groups", lambda: 0)
     return found
 
 
@@ -104,14 +109,14 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets seconds pass."""
     passed: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 1000 + sum(passed), time=time.time, sleep=time.sleep)
-    monkeypatch.setattr(policy, "time", clock)
+    monkeypatch.setattr(scaling_policy, "time", clock)
     return passed.append
 
 
 def _policy(minimum: int, maximum: int, **more: float) -> Cluster:
     defaults = {"stability_delay_seconds": 0, "resize_patience_seconds": 0, "resize_check_interval_seconds": 1}
     settings = ScalingSettings(min_workers=minimum, max_workers=maximum, **{**defaults, **more})
-    return Cluster(scaling_config(settings), "run-x", settings)
+    return Cluster(scaling_config(settings), Cluster.shared.of(settings, "run-x"))
 
 
 class Worker:
@@ -121,7 +126,7 @@ class Worker:
         self.metadata, self.told = SimpleNamespace(node_id=node_id), list[Any]()
 
     def execute_async(self, function: Any, *arguments: Any) -> None:
-        assert function is announce
+        assert function is set_announced_growth
         self.told.extend(arguments)
 
 
@@ -137,7 +142,10 @@ def _context(max_preemption_failures: int = -1) -> Any:
 
 
 def _fail_to_start(failure: Exception) -> None:
-    assert RunFailurePolicy(FailureConfig()).make_decision(ControllerError(failure)) is FailureDecision.RETRY
+    assert (
+        RunFailurePolicy(FailureConfig(), Cluster.shared).make_decision(ControllerError(failure))
+        is FailureDecision.RETRY
+    )
 
 
 def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
@@ -155,25 +163,25 @@ def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_s
         found._show(4)
         return 1
 
-    monkeypatch.setattr(policy, "remove_orphaned_groups", remove)
+    monkeypatch.setattr(scaling_policy, "remove_orphaned_placement_groups", remove)
     assert found.start(4) == 4
 
 
 def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_the_first_moment(
-    callback: Callback, later: Callable[[float], None]
+    state: State, later: Callable[[float], None]
 ) -> None:
     policy = _policy(3, 4)
     assert policy.start(1) == 0
-    assert callback.waiting == [], "what a lost group held is being given back"
+    assert state.waiting == [], "what a lost group held is being given back"
     later(3.0)
     assert [policy.start(1) for _ in range(3)] == [0, 0, 0]
-    (event,) = callback.waiting
+    (event,) = state.waiting
     assert (event.possible_workers, event.min_workers, event.resources_per_worker) == (1, 3, {"CPU": 1.0})
     assert event.missing == "2 more worker(s) with CPU=1 each"
     assert event.since == pytest.approx(time.time() - 3, abs=1)
     later(11.0)
     assert policy.start(None) == 0
-    assert callback.waiting[1].missing == "an answer of the cluster"
+    assert state.waiting[1].missing == "an answer of the cluster"
 
 
 def test_a_wait_for_capacity_that_is_bounded_ends_with_what_is_missing(later: Callable[[float], None]) -> None:
@@ -198,10 +206,10 @@ def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not
     assert policy.start(1) == 1
 
 
-def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: Callback) -> None:
+def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(state: State) -> None:
     policy = _policy(2, 4)
     assert policy.start(4) == 4
-    assert callback.counted_on == {"n0", "n1", "n2", "n3"}
+    assert state.assumed_nodes == {"n0", "n1", "n2", "n3"}
     policy.taken = (0, 1)
     assert policy.start(4) == 0
     policy.taken = ()
@@ -221,12 +229,12 @@ def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Ca
 @pytest.mark.parametrize(
     ("failure", "told", "retried"),
     [
-        (WorkerGroupStartupTimeoutError(2), "room for 2 worker(s), which looked free and was not", 2),
+        (WorkerGroupStartupTimeoutError(2), "room for 2 worker(s), which seemed free and was not", 2),
         (WorkerGroupStartupFailedError("a worker died"), "a start that succeeds (the last one: a worker died)", 4),
     ],
 )
 def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
-    callback: Callback, later: Callable[[float], None], failure: Exception, told: str, retried: int
+    state: State, later: Callable[[float], None], failure: Exception, told: str, retried: int
 ) -> None:
     policy = _policy(2, 4, capacity_timeout_seconds=30)
     policy.start(2)
@@ -238,7 +246,7 @@ def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
     later(30.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
         policy.start(4)
-    assert callback.waiting[0].missing == told
+    assert state.waiting[0].missing == told
 
 
 def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> None:
@@ -270,12 +278,14 @@ def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does() -> No
 
 
 def test_a_commit_is_of_no_use_to_a_growth_that_was_not_announced_nor_to_another_group(
+    state: State,
     later: Callable[[float], None],
 ) -> None:
     policy, group, other = _policy(1, 4), _group(2), _group(2)
     for next_group in (group, other):
         assert policy.grow(None, group, committed=True) is None
         later(1.0)
+        state.commit_count *= next_group is group  # the first poll of another group finds no commit
         assert policy.grow(4, next_group) is None, "its ranks have trained on since then"
         other.start_time = 2.0
 
@@ -306,12 +316,12 @@ def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit
 
 
 def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_which_is_said_once(
-    callback: Callback, caplog: pytest.LogCaptureFixture
+    state: State, caplog: pytest.LogCaptureFixture
 ) -> None:
     wide = _policy(1, 8)
     assert wide.start(1) == 1
     with caplog.at_level(logging.WARNING):
-        callback.loops.most_workers = 2
+        state.loops.most_workers = 2
         assert wide.grow(8, _group(1), committed=True).num_workers == 2
         assert wide.grow(8, _group(2), committed=True) is None
         assert wide.start(8) == 2, "after a failure"
@@ -332,20 +342,20 @@ def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> N
 @pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.6, 3), (1.0, 3)])
 def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_point(each: float, total: float) -> None:
     settings = ScalingSettings(resources_per_worker={"CPU": each})
-    asked_for = RunScalingPolicy(scaling_config(settings), "run-x", settings)
+    asked_for = RunScalingPolicy(scaling_config(settings), State().of(settings, "run-x"))
     asked, left, bundles = asked_for.scaling_config._resources_per_worker_not_none["CPU"], total, 0
     while left >= asked:
         left, bundles = left - asked, bundles + 1
     assert bundles == int(round(total * 10) // round(each * 10))
 
 
-def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id(
+def test_the_policy_reserves_under_the_runs_own_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings, asked = ScalingSettings(max_workers=4), []
-    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
-    client = policy.rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
-    monkeypatch.setattr(policy.rays.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
+    made = RunScalingPolicy(scaling_config(settings), State().of(settings, "run-x"))
+    client = scaling_policy.rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(scaling_policy.rays.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
 
     def reserved(requester: str, recompute: bool) -> dict[str, dict[str, float]]:
         asked.append((requester, recompute))
@@ -353,33 +363,19 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
 
     coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=reserved))
     monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
-    monkeypatch.setattr(policy.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(scaling_policy.ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
-    travelled.after_controller_start(_context())
-    assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
+    made.after_controller_start(_context())
+    assert made._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
-    assert policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
-
-
-def test_a_growth_is_told_of_once_its_new_workers_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, cluster, asked, answers = _group(2), _policy(1, 4), list[dict[str, int]](), [False, True, True]
-
-    def prepare(beyond: dict[str, int]) -> bool:
-        asked.append(beyond)
-        return answers.pop(0)
-
-    monkeypatch.setattr(policy.standby, "prepare", prepare)
-    assert cluster.grow(3, group, committed=True) is None
-    assert [worker.told for worker in group.workers] == [[], []]
-    assert cluster.grow(3, group) is None
-    assert [worker.told for worker in group.workers] == [[1], [1]]
-    assert cluster.grow(3, group, committed=True).num_workers == 3
-    assert [sum(beyond.values()) for beyond in asked] == [1, 1, 1]
+    assert scaling_policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, (
+        "two renewals fit in"
+    )
 
 
 def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     found = controller.TrainController.__new__(controller.TrainController)
-    found._health_check_interval_s, statuses = 0.1, dict[int, WorkerStatus]()
+    found._health_check_interval_s, found._longest_interval, statuses = 0.1, 0.0, dict[int, WorkerStatus]()
 
     async def poll(self: object) -> SimpleNamespace:
         return SimpleNamespace(worker_statuses=statuses)
@@ -400,7 +396,7 @@ def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch
 
 def test_a_run_that_is_alone_on_its_cluster_reserves_nothing_and_boots_no_coordinator() -> None:
     settings = ScalingSettings(max_workers=4)
-    alone = RunScalingPolicy(scaling_config(settings), "", settings)
+    alone = RunScalingPolicy(scaling_config(settings), State().of(settings, ""))
     alone.after_controller_start(_context())
     alone._maybe_send_resource_request()
     assert alone._coordinator_client is None
@@ -431,9 +427,11 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
         Node("n1", {"CPU": 1.0}, {"CPU": 0.0}),
         Node("n2", {"CPU": 1.0}, {"CPU": float(free)}),
     ]
-    monkeypatch.setattr(policy, "cluster_nodes", lambda: nodes)
+    monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: nodes)
     settings = ScalingSettings(min_workers=2, max_workers=2)
-    RunScalingPolicy(scaling_config(settings), "", settings).after_controller_start(_context(max_preemption_failures))
+    RunScalingPolicy(scaling_config(settings), State().of(settings, "")).after_controller_start(
+        _context(max_preemption_failures)
+    )
     kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # as for an actor
     notices: list[Any] = []
     worker: Any = SimpleNamespace(mark_preempt=SimpleNamespace(remote=notices.append))
@@ -450,22 +448,20 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:
     policy, renewed = _policy(1, 4), list[str]()
     policy._maybe_send_resource_request = lambda: renewed.append("in time")
-    for state in (PreemptingState(None, 0.0), RunningState()):  # of which the second asks for a decision
-        policy.after_controller_state_update(state, state)
+    for current in (PreemptingState(None, 0.0), RunningState()):  # of which the second asks for a decision
+        policy.after_controller_state_update(current, current)
     assert renewed == ["in time"]
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])
-def test_of_several_faults_of_the_storage_the_permanent_one_counts(
-    callback: Callback, permanent_is_first: bool
-) -> None:
-    callback.is_draining = True
+def test_of_several_faults_of_the_storage_the_permanent_one_counts(state: State, permanent_is_first: bool) -> None:
+    state.is_draining = True
     faults = [StorageFaultError("…", kind="outage", permanent=is_it) for is_it in (permanent_is_first, True, False)]
     error = WorkerGroupError("ranks failed", {0: ValueError("nan"), **dict(enumerate(faults, 1))})
-    fault = decisive(error.worker_failures.values())
+    fault = decisive_failure(error.worker_failures.values())
     assert isinstance(fault, StorageFaultError)
     assert fault.permanent
-    unlimited = RunFailurePolicy(FailureConfig(max_failures=-1))
+    unlimited = RunFailurePolicy(FailureConfig(max_failures=-1), state)
     assert unlimited.make_decision(error) is FailureDecision.RAISE
     assert unlimited.make_decision(WorkerGroupError("a rank failed", {0: faults[-1]})) is FailureDecision.RETRY
 
@@ -480,7 +476,7 @@ def test_of_several_faults_of_the_storage_the_permanent_one_counts(
     ],
 )
 def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_time(
-    callback: Callback,
+    state: State,
     monkeypatch: pytest.MonkeyPatch,
     after: float,
     trained: float,
@@ -489,24 +485,24 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(budget, "time", clock)
-    callback.budget = Forgiveness(after)
-    failure_policy = RunFailurePolicy(FailureConfig(max_failures=1, max_preemption_failures=0))
+    state.budget = FailureWindow(after)
+    failure_policy = RunFailurePolicy(FailureConfig(max_failures=1, max_preemption_failures=0), state)
     failure = WorkerGroupError("a rank failed", {0: ValueError("nan")})
 
     def train(seconds: float) -> None:
-        callback.budget.begin()
+        state.budget.begin_group()
         clock.now += seconds
-        callback.budget.commit()
+        state.budget.commit()
 
     train(1000)
     assert failure_policy.make_decision(failure) is FailureDecision.RETRY
-    assert callback.left == 0
-    callback.budget.end()
+    assert state.failures_left == 0
+    state.budget.end_group()
     clock.now += 1000  # waits for capacity
     train(trained if commits else 1)
     clock.now += 0 if commits else trained
     assert failure_policy.make_decision(failure) is decision
-    callback.is_draining = True
+    state.is_draining = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE, "preemptions are counted apart"
 
 
@@ -515,13 +511,13 @@ def test_a_loop_that_saves_when_it_starts_and_then_fails_at_the_same_step_is_nev
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(budget, "time", clock)
-    found, counts = Forgiveness(3600), []
+    found, counts = FailureWindow(3600), []
     for _ in range(5):
-        found.begin()
+        found.begin_group()
         found.commit()
         clock.now += 4000
-        counts.append(found.count("worker_group"))
-        found.end()
+        counts.append(found.record_failure("worker_group"))
+        found.end_group()
     assert counts == [0, 1, 2, 3, 4]
 
 
@@ -542,8 +538,8 @@ def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
         make_decision_for_non_running_worker_group=lambda: said.append("decided") or NoopDecision()
     )
     controller._run_attempt_id = "1"
-    state = controller._make_and_handle_scaling_decision_for_non_running_worker_group("RESTARTING").next_state
-    assert (said, state, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
+    following = controller._make_and_handle_scaling_decision_for_non_running_worker_group("RESTARTING").next_state
+    assert (said, following, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
 
 
 _DIED = RayActorError()
@@ -564,12 +560,13 @@ _WRAPPED.__cause__ = _DIED
     ],
 )
 def test_a_start_leaves_no_worker_behind_and_fails_for_a_lost_node_while_a_dead_worker_is_a_failure_of_the_group(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch, error: Exception, living: tuple[str, ...], raised: Any
+    state: State, monkeypatch: pytest.MonkeyPatch, error: Exception, living: tuple[str, ...], raised: Any
 ) -> None:
     ended: list[str] = []
-    callback.counted_on = frozenset(("a", "b"))
-    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])
+    state.assumed_nodes = frozenset(("a", "b"))
+    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])
     group = RunWorkerGroup.__new__(RunWorkerGroup)
+    group.state = state
     group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
     group._worker_group_context = SimpleNamespace(num_workers=2)
     group._world_rank_to_ongoing_poll = {}
@@ -577,7 +574,7 @@ def test_a_start_leaves_no_worker_behind_and_fails_for_a_lost_node_while_a_dead_
     def fail(self: Any) -> None:
         raise error
 
-    monkeypatch.setattr(controller.WorkerGroup, "_start", fail)
+    monkeypatch.setattr(worker_group.WorkerGroup, "_start", fail)
     with pytest.raises(raised) as caught:
         group._start()
     assert getattr(caught.value, "worker_failures", {}) == (
@@ -589,13 +586,13 @@ def test_a_start_leaves_no_worker_behind_and_fails_for_a_lost_node_while_a_dead_
 
 @pytest.mark.parametrize(("left", "outcome"), [(("a", "b"), "timeout"), (("a",), "gone")])
 def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_decided_from(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], outcome: str
+    state: State, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], outcome: str
 ) -> None:
     ended: list[str] = []
-    callback.counted_on = frozenset(("a", "b"))
-    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
+    state.assumed_nodes = frozenset(("a", "b"))
+    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
     handle: Any = SimpleNamespace(wait=lambda seconds: False, shutdown=lambda: ended.append("group"))
-    wait = controller._while_nodes_live(handle)
+    wait = worker_group._make_placement_wait(handle, state)
     if outcome == "timeout":
         assert not wait(0.01)
     else:
@@ -609,12 +606,12 @@ def test_workers_that_boot_are_given_up_when_a_node_of_theirs_goes(
     monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], removed: list[str]
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(controller, "placement_group_table", lambda of: {"bundles_to_node_id": {0: "a", 1: "b"}})
-    monkeypatch.setattr(controller, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
-    monkeypatch.setattr(controller, "remove_placement_group", ended.append)
+    monkeypatch.setattr(worker_group, "placement_group_table", lambda of: {"bundles_to_node_id": {0: "a", 1: "b"}})
+    monkeypatch.setattr(worker_group, "_NODES_SECONDS", 0.001)
+    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
+    monkeypatch.setattr(worker_group, "remove_placement_group", ended.append)
     group: Any = "group"
-    with controller._given_up_without_nodes(group):
+    with worker_group._abort_on_lost_node(group):
         time.sleep(0.2)
     assert ended == removed
     assert not [thread for thread in threading.enumerate() if thread.name == "watch nodes"]

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.orchestration.publisher import PREFIX, RunEvent, ending, translate
+from prefect_elastic_train.orchestration.prefect_events import PREFIX, RunEvent, end_event, translate
 from prefect_elastic_train.report.run_report import RunReport
 
 T = 1_763_770_000.0
@@ -26,7 +26,7 @@ def _told(*events: ev.Event, **settings: Any) -> list[RunEvent]:
     """What is told of a sequence of events, all of it small JSON."""
     report, told = RunReport(run_name="llama", **settings), []
     for event in events:
-        report.take(event)
+        report.add(event)
         told += translate(event, report, BLOCK)
     for one in told:
         assert len(json.dumps(one.payload, allow_nan=False)) < 64_000
@@ -162,13 +162,13 @@ def _finished() -> RunReport:
     ]
     end = ev.AttemptEnded(at=T + 60, attempt=1, outcome=Outcome.COMPLETED)
     for event in (STARTED, GROUP, reports[0], made[0], made[1], reports[1], failure, GROUP, end):
-        report.take(event)
+        report.add(event)
     return report
 
 
 def test_the_end_tells_what_there_was() -> None:
     report = _finished()
-    told = ending(report, "completed", T + 61, "all went well", BLOCK)
+    told = end_event(report, "completed", T + 61, "all went well", BLOCK)
     assert (told.name, told.at) == (f"{PREFIX}completed", T + 61)
     account = report.tally.account()
     assert told.payload == {
@@ -192,11 +192,11 @@ def test_the_end_tells_what_there_was() -> None:
 
 
 def test_the_end_of_a_training_that_never_began_and_of_a_huge_one_can_be_told() -> None:
-    told = ending(RunReport(run_name="llama"), "failed", T, BIG, BLOCK)
+    told = end_event(RunReport(run_name="llama"), "failed", T, BIG, BLOCK)
     assert (told.payload["outcome"], told.payload["message"]) == ("failed", BIG[:2000])
     assert "checkpoint_uri" not in told.payload, "nobody knows what the run has"
     report = _finished()
-    report.take(ev.Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
-    told = ending(report, "timed-out", T + 61, BIG, BLOCK)
+    report.add(ev.Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
+    told = end_event(report, "timed-out", T + 61, BIG, BLOCK)
     assert len(json.dumps(told.payload, allow_nan=False)) < 64_000
-    assert told == ending(report, "timed-out", T + 61, BIG, BLOCK)
+    assert told == end_event(report, "timed-out", T + 61, BIG, BLOCK)

@@ -39,7 +39,7 @@ def test_a_storage_that_is_fit_passes_from_each_machine_and_nothing_is_left(stor
         assert not any(name.startswith(PREFIX) for name in storage.run_names()), "taken for a run"
     assert _left(storage) == []
     assert storage.run("mnist").read("a") == b"x"
-    with pytest.raises(StorageFaultError, match="late does not see"):
+    with pytest.raises(StorageFaultError, match="late cannot read"):
         probe.try_from("late")
 
 
@@ -52,7 +52,7 @@ def test_a_directory_that_cannot_be_used_is_said_with_what_to_do(tmp_path: Path)
         pass
     assert (refused.value.kind, refused.value.permanent) == ("read-only", True)
     assert "/sys/runs" in str(refused.value)
-    assert "give this user write permission, or another path" in str(refused.value)
+    assert "give this user write permission, or use another path" in str(refused.value)
 
 
 def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_machine_that_does_not_see_the_directory_is_named(disk: Storage, tmp_p
     elsewhere = disk.settings.model_copy(update={"path": str(tmp_path)})
     with preflight(disk.settings) as probe:
         there = dataclasses.replace(probe, settings=elsewhere)
-        with pytest.raises(StorageFaultError, match="node-7 does not see what the driver has written") as refused:
+        with pytest.raises(StorageFaultError, match="node-7 cannot read the file that the driver wrote") as refused:
             there.try_from("node-7")
     assert (refused.value.kind, refused.value.permanent) == ("not shared", True)
     assert list(tmp_path.iterdir()) == []
@@ -114,8 +114,8 @@ def unfit(request: pytest.FixtureRequest) -> Iterator[FsspecStorageSettings]:
 @pytest.mark.parametrize(
     ("unfit", "says"),
     [
-        ("overwrites", "an object that exists is created again, so that two drivers could take one run"),
-        ("hides", "what was written is not listed"),
+        ("overwrites", "an existing object can be created again, so two drivers could use one run"),
+        ("hides", "a written object is not listed"),
     ],
     indirect=["unfit"],
 )

@@ -36,23 +36,30 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.jax.config import _JaxBackend
 from ray.util import tpu
 
+from prefect_elastic_train.controller import callbacks, controller, standby, worker_group
+from prefect_elastic_train.controller import scaling_policy as our_scaling_policy
 from prefect_elastic_train.core.request import PRINT_PATCH
-from prefect_elastic_train.elastic import callbacks, controller, loop_callback, policy, standby
+from prefect_elastic_train.driver import trainer
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.worker import train_worker, worker_callbacks
 from tests.unit.support import REPOSITORY
 
 PACKAGE = REPOSITORY / "prefect_elastic_train"
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-#: A wrong TPU topology is refused when the form is sent, long before anything of elastic/ is imported; the package of a
-#: job is made in the supervisor.
+#: Files that may use Ray's internals. A wrong TPU topology is refused when the form is sent, before controller/ is
+#: imported, and the package of a job is made in the supervisor.
 ALLOWED = (
-    "elastic/",
-    "core/slices.py",
+    "controller/",
+    "worker/",
+    "driver/trainer.py",
+    "driver/ray_cluster.py",
+    "driver/ray_configs.py",
+    "core/tpu_slices.py",
     "supervisor/job_client.py",
-    "supervisor/head.py",
+    "supervisor/cluster_head.py",
     "supervisor/fork_server.py",
-    "supervisor/nodes.py",
-    "rehearsal/nodes.py",
+    "supervisor/raylet_patches.py",
+    "rehearsal/node_cluster.py",
 )
 
 
@@ -68,7 +75,7 @@ def _uses() -> Iterator[tuple[str, str, str]]:
 
 def test_rays_internals_are_imported_where_that_is_allowed_only_and_each_module_says_why() -> None:
     private = [use for use in _uses() if any(part.startswith("_") for part in f"{use[1]}.{use[2]}".split("."))]
-    assert ("elastic/callbacks.py", "ray.train.v2._internal.execution.callback", "ControllerCallback") in private
+    assert ("controller/callbacks.py", "ray.train.v2._internal.execution.callback", "ControllerCallback") in private
     for file, module, name in private:
         assert file.startswith(ALLOWED), f"{file} imports {module}.{name}"
         assert "Uses ``ray." in (ast.get_docstring(TREES[file]) or ""), file
@@ -191,8 +198,13 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in inspect.signature(function).parameters.values()]
 
 
-HOOKED: list[type] = [policy.RunScalingPolicy, callbacks.RunCallback, loop_callback.LoopCallback]
-HOOKED += [loop_callback.NoDatasetsCallback, standby.Standbys, controller.RunWorkerGroup, controller.TrainController]
+HOOKED: list[type] = [
+    our_scaling_policy.RunScalingPolicy,
+    callbacks.RunCallback,
+    worker_callbacks.WorkerHooks,
+    worker_callbacks.NoDatasets,
+]
+HOOKED += [standby.Standbys, worker_group.RunWorkerGroup, controller.TrainController, train_worker.RayTrainWorker]
 
 
 @pytest.mark.parametrize("owner", HOOKED)
@@ -241,7 +253,7 @@ def test_fit_hands_policy_and_callbacks_by_name_to_the_controller_that_its_modul
     assert {keyword.arg for keyword in call.keywords} >= {"scaling_policy", "callbacks", "failure_policy"}
     assert "(TrainController)" in ast.unparse(_tree(DataParallelTrainer._initialize_and_run_controller))
     for name in ("_initialize_and_run_controller", "_create_default_callbacks"):
-        assert name in vars(controller._ElasticTrainerMixin)
+        assert name in vars(trainer._ElasticTrainerMixin)
 
 
 def test_the_policy_asks_the_coordinator_as_rays_own_does() -> None:
@@ -249,7 +261,7 @@ def test_the_policy_asks_the_coordinator_as_rays_own_does() -> None:
     assert ast.unparse(call) == "self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id)"
     (sent,) = _calls(_tree(client.TrainAutoscalingCoordinatorClient.send_resource_request), "remote")
     assert "expire_after_s=AUTOSCALING_REQUESTS_EXPIRE_TIME_S" in ast.unparse(sent)
-    assert 2 * client.AUTOSCALING_REQUESTS_INTERVAL_S < policy._RESERVED_SECONDS
+    assert 2 * client.AUTOSCALING_REQUESTS_INTERVAL_S < our_scaling_policy._RESERVED_SECONDS
 
 
 def test_ray_writes_its_snapshot_through_the_filesystem_before_it_deletes_checkpoints() -> None:
@@ -319,10 +331,9 @@ def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
     monkeypatch: pytest.MonkeyPatch, asked: bool, answers: dict[int, bool], relaxes: bool
 ) -> None:
     rays, relaxed = controller.RaysTrainController, list[Any]()
-    monkeypatch.setattr(rays, "__init__", lambda self: None)
     monkeypatch.setattr(rays, "_relax_collectives_during_preemption", lambda self, info: relaxed.append(info))
-    monkeypatch.setattr(controller.loop_watch, "ask", lambda workers, question, seconds: answers)
-    made = controller.TrainController()
+    monkeypatch.setattr(controller, "query_workers", lambda workers, function, seconds: answers)
+    made = controller.TrainController.__new__(controller.TrainController)
     made._run_config = RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=asked))
     made._worker_group = SimpleNamespace(get_workers=list)
     made._relax_collectives_during_preemption("a drain")
@@ -331,9 +342,8 @@ def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
 
 def test_the_controller_does_not_wait_long_for_ranks_that_hang_to_part(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S)
-    monkeypatch.setattr(controller.RaysTrainController, "__init__", lambda self: None)
     monkeypatch.setattr(os, "environ", {names[1]: "7"})
-    controller.TrainController()
+    controller.limit_process_group_shutdown()
     assert [os.environ[name] for name in names] == ["5", "7"]
     for backend, name in ((_TorchBackend, "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"), (_JaxBackend, names[1])):
         assert name in inspect.getsource(backend.on_shutdown), "it is read in the controller, each time"

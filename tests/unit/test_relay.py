@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from prefect_elastic_train.controller.event_queue import EventSender, ReceiverAddress
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import MAX_LINE_BYTES, whole_lines
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.driver import relay
-from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver, LineStream
-from prefect_elastic_train.elastic.sending import EventSender
+from prefect_elastic_train.core.size_limits import MAX_LINE_BYTES, whole_lines
+from prefect_elastic_train.driver import event_relay
+from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder, LineStream
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
@@ -32,7 +32,7 @@ class Inbox:
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
         self.receiver = EventReceiver(self.events.append)
-        self.port, self.key = self.receiver.receiving
+        self.port, self.key = self.receiver.address
 
     def states(self) -> list[str]:
         """The states that it was told."""
@@ -54,7 +54,7 @@ class LateReceiver:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.settimeout(10)
-        self.receiving = (self._socket.getsockname()[1], "key")
+        self.address = ReceiverAddress(self._socket.getsockname()[1], "key")
 
     def lines(self, count: int) -> list[bytes]:
         """Listen, return so many lines of what arrives, and break the connection off."""
@@ -74,7 +74,7 @@ class LateReceiver:
 def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_that_cannot_be_written(
     inbox: Inbox,
 ) -> None:
-    sender = EventSender(inbox.receiver.receiving)
+    sender = EventSender(inbox.receiver.address)
     for number in range(500):
         sender.put(ev.StateChanged(state=str(number)))
     sender.put(ev.WorkerFailed(errors={"0": "no such file: 'caf\udce9'"}, retried=True))
@@ -100,7 +100,7 @@ def test_a_sender_without_the_key_is_not_heard_and_what_is_no_event_is_told_and_
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "cannot be read and is lost: b'nonsense'" in caplog.text
     other = EventReceiver(inbox.events.append)
-    assert other.receiving[1] != inbox.key
+    assert other.address.key != inbox.key
     other.close()
 
 
@@ -115,7 +115,7 @@ def late() -> Iterator[LateReceiver]:
 def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(
     late: LateReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = EventSender(late.receiving)
+    sender = EventSender(late.address)
     started = time.monotonic()
     for number in range(3000):
         sender.put(ev.Reported(metrics={"n": number}, world_size=1))
@@ -134,7 +134,7 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(
 
 
 def test_a_sender_finds_its_driver_again_and_leaves_in_time_when_it_is_gone(late: LateReceiver) -> None:
-    sender = EventSender(late.receiving)
+    sender = EventSender(late.address)
     sender.put(ev.StateChanged(state="first"))
     late.lines(2)
     for number in range(5):  # what is on its way when a connection breaks may be lost
@@ -206,33 +206,33 @@ def test_a_line_longer_than_any_event_is_cut_with_a_note_wherever_the_pieces_end
 def test_a_new_driver_knows_what_was_before_and_reads_the_newest_of_it(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_RECALLED_EVENTS", 40)
+    monkeypatch.setattr(event_relay, "_SUMMARY_EVENTS", 40)
     requests: list[str] = []
     counting = SteppedStore(store.path, requests.append)
 
-    def begin(attempt: int) -> AttemptTeller:
+    def begin(attempt: int) -> EventRecorder:
         with open(os.devnull, "w") as nowhere:
-            teller = AttemptTeller(EventOutput(nowhere), Details(), counting, spec())
-        teller.attempt, teller.history = attempt, HistoryWriter(store, attempt)
+            recorder = EventRecorder(EventOutput(nowhere), Details(), counting, spec())
+        recorder.attempt, recorder.history = attempt, HistoryWriter(store, attempt)
         if attempt > 1:
             requests.clear()
-            teller.recall()
-        teller.emit(ev.AttemptStarted(run_name="mnist", run_uri=store.uri, at=1000.0 * attempt))
-        teller.emit(ev.WorkerGroupStarted(world_size=2, at=1000.0 * attempt))
-        return teller
+            recorder.recall_history()
+        recorder.emit(ev.AttemptStarted(run_name="mnist", run_uri=store.uri, at=1000.0 * attempt))
+        recorder.emit(ev.WorkerGroupStarted(world_size=2, at=1000.0 * attempt))
+        return recorder
 
     for attempt in range(1, 30):  # of which the first trains for long
-        teller = begin(attempt)
+        recorder = begin(attempt)
         for number in range(199 if attempt == 1 else 9):
             metrics = {"loss": 1.0 / (number + attempt), "text": "x" * 3000}
             committed = {"checkpoint": f"c{number}", "size_bytes": 1, "metrics": metrics, "world_size": 2}
-            teller.emit(ev.CheckpointCommitted(at=1000.0 * attempt + number, **committed))
-        teller.emit(ev.WorkerFailed(errors={}, retried=True, at=1000.0 * attempt + 900))
-        teller.close()
+            recorder.emit(ev.CheckpointCommitted(at=1000.0 * attempt + number, **committed))
+        recorder.emit(ev.WorkerFailed(errors={}, retried=True, at=1000.0 * attempt + 900))
+        recorder.close()
     everything = RunReport(run_name="mnist")
     for event in read_history(store):
         if not isinstance(event, ev.RunRecalled):
-            everything.take(event)
+            everything.add(event)
     recalled = begin(30)
     assert sum(request.startswith(f"read {layout.EVENTS}") for request in requests) <= 5
     recalled.close()

@@ -1,4 +1,4 @@
-"""The report of a run: what it tells, that it stays small, and that nothing a run says breaks it."""
+"""The report of a run: its content, its bounded size, and that no text of a run breaks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.report.markdown import duration, headline, render, size, summary_line
+from prefect_elastic_train.report.descriptions import describe
+from prefect_elastic_train.report.formats import duration, size
+from prefect_elastic_train.report.markdown import headline, render, summary_line
 from prefect_elastic_train.report.markdown import number as in_words
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
@@ -63,7 +65,7 @@ def report_of(*events: ev.Event, **policy: Any) -> RunReport:
         if isinstance(event, ev.Report):  # as the driver numbers them
             reports += 1
             event = event.model_copy(update={"index": reports})
-        report.take(event)
+        report.add(event)
     return report
 
 
@@ -91,7 +93,7 @@ PREEMPTED = ev.WorkersPreempted(at=T + 60, attempt=1, errors={}, retried=True, r
         ([started(), group(), ended(Outcome.DRIVER_LOST), started(2, 110)], "starting", True),
     ],
 )
-def test_a_report_says_what_the_run_does(events: list[ev.Event], state: str, live: bool) -> None:
+def test_a_report_has_the_state_of_the_run(events: list[ev.Event], state: str, live: bool) -> None:
     report = report_of(*events)
     assert (report.state, report.is_live) == (state, live)
     assert headline(report) == state.capitalize()
@@ -105,52 +107,62 @@ IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it nev
     ("event", "kind", "what", "why"),
     [
         (started(), "begin", "attempt 1 starts from the beginning", ""),
-        (failed(reports_lost=3), "failure", "restarted; reports that are done again: 3", "rank 1: ValueError: nan"),
-        (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
-        (PREEMPTED, "preemption", "preemption: the workers are restarted; reports that are", "a node was drained"),
+        (
+            failed(reports_lost=3),
+            "failure",
+            "the beginning; reports since then, which are done again: 3",
+            "rank 1: ValueError: nan",
+        ),
+        (failed(retried=False, gives_up="no"), "failure", "worker failure; no", "rank 1: ValueError: nan"),
+        (PREEMPTED, "preemption", "preemption; the worker group is restarted from the beginning", "a node was drained"),
         (RESIZED, "resize", "from 4 to 6 workers", "waited 12 s"),
-        (capacity(60), "capacity", "waiting for capacity", "1 of at least 2 workers fit; lacking: 1 GPU"),
+        (
+            capacity(60),
+            "capacity",
+            "waiting for capacity",
+            "workers fit, with {'GPU': 1.0} each; lacking: 1 GPU",
+        ),
         (
             WAITED,
             "storage",
             "the ranks waited 4.5 s for the storage",
-            "7 requests failed and were repeated; last: Slow",
+            "7 requests failed and were retried; last: Slow",
         ),
-        (IGNORED, "loop", "the loop: checkpoint ignored", "it never asked"),
+        (IGNORED, "loop", "it never asked", ""),
     ],
 )
-def test_what_a_person_wants_to_know_of_is_an_incident(event: ev.Event, kind: str, what: str, why: str) -> None:
+def test_an_event_for_users_is_an_incident(event: ev.Event, kind: str, what: str, why: str) -> None:
     incident = report_of(event).incidents[-1]
     assert (incident.kind, incident.at) == (kind, event.at)
-    assert (what in incident.what, why in incident.why) == (True, True)
-    assert ("done again" in incident.what) == (getattr(event, "reports_lost", 0) > 0)
+    assert (what in incident.message, why in incident.reason) == (True, True)
+    assert ("done again" in incident.message) == (getattr(event, "reports_lost", 0) > 0)
 
 
-def test_a_new_driver_says_why_it_had_to_come_and_what_it_has_repaired() -> None:
+def test_the_incident_of_a_new_driver_has_its_reason_and_repairs_follow() -> None:
     lost = ended(Outcome.DRIVER_LOST, message="killed by SIGKILL\nmore")
-    assert report_of(started(), lost, started(2)).incidents[-1].why == "driver_lost: killed by SIGKILL"
+    assert report_of(started(), lost, started(2)).incidents[-1].reason == "driver_lost: killed by SIGKILL"
     told = report_of(started(), lost, started(2, previous_end="cluster_lost: the head node is gone"))
-    assert told.incidents[-1].why == "cluster_lost: the head node is gone"
+    assert told.incidents[-1].reason == "cluster_lost: the head node is gone"
     silent = report_of(started(), started(2, checkpoint="a", notes=["a was dropped", "b too"]))
-    whats = ["attempt 2: a new driver goes on from checkpoint a", "a was dropped", "b too"]
-    assert [incident.what for incident in silent.incidents[1:]] == whats
-    assert silent.incidents[1].why == "the driver before it ended without a word"
+    whats = ["attempt 2: a new driver resumes from checkpoint a", "a was dropped", "b too"]
+    assert [incident.message for incident in silent.incidents[1:]] == whats
+    assert silent.incidents[1].reason == "the previous driver exited without a final event"
     assert silent.driver_restarts == 1
 
 
-def test_waits_for_capacity_and_for_the_storage_are_told_once_each() -> None:
+def test_consecutive_waits_for_capacity_or_the_storage_are_one_incident() -> None:
     report = report_of(started(), capacity(20, since=T + 15), capacity(40), capacity(60), group(70), capacity(80))
     assert [incident.at - T for incident in report.incidents if incident.kind == "capacity"] == [15, 80]
     for _ in range(3):
-        report.take(WAITED)
+        report.add(WAITED)
     (waited,) = [incident for incident in report.incidents if incident.kind == "storage"]
-    assert waited.what == "the ranks waited 4.5 s for the storage, 14 s in all so far"
+    assert waited.message == "the ranks waited 4.5 s for the storage, 14 s in all so far"
 
 
 def test_a_wait_for_the_storage_is_shown_while_it_lasts() -> None:
     report = report_of(started(), group(), ev.ControllerAlive(doing="waiting for the storage", seconds=42))
     assert (report.state, report.detail) == ("training", "waiting for the storage for 42 s")
-    report.take(ev.ControllerAlive(doing="RUNNING", seconds=1))
+    report.add(ev.ControllerAlive(doing="RUNNING", seconds=1))
     assert report.detail == ""
 
 
@@ -169,7 +181,7 @@ def _steps(first: int, last: int, total: int, begin: float = 30, seconds: float 
         ({"step": 5, "total_steps": math.inf, "progress": 50}, None, ""),
     ],
 )
-def test_progress_is_what_the_loop_says(metrics: dict[str, Any], fraction: float | None, words: str) -> None:
+def test_progress_follows_from_metrics(metrics: dict[str, Any], fraction: float | None, words: str) -> None:
     report = report_of(started(), group(), reported(30, **metrics))
     assert (report.progress and pytest.approx(report.progress.fraction)) == fraction
     assert headline(report).startswith(f"Training: {words}" if words else "Training")
@@ -179,16 +191,16 @@ def test_progress_is_what_the_loop_says(metrics: dict[str, Any], fraction: float
 def test_how_much_there_is_to_do_may_stand_in_the_loops_configuration() -> None:
     report = RunReport(run_name="lightning", totals={"max_epochs": 20, "max_steps": 8})
     for event in (started(), group(), reported(30, epoch=5, step=2, max_steps=4)):
-        report.take(event)
+        report.add(event)
     assert headline(report) == "Training: step 2 of 4 (50.0%)", "what the loop says counts"
-    report.take(reported(31, epoch=5))
+    report.add(reported(31, epoch=5))
     assert headline(report) == "Training: epoch 5 of 20 (25.0%)"
 
 
 def test_a_report_that_does_not_say_how_far_it_is_leaves_the_progress_as_it_was() -> None:
     report = report_of(started(), group(), reported(30, step=99, total_steps=100), reported(31, val_accuracy=0.9))
     assert headline(report) == "Training: step 99 of 100 (99.0%)"
-    report.take(ended(Outcome.COMPLETED))
+    report.add(ended(Outcome.COMPLETED))
     assert report.progress is not None
     assert report.progress.fraction == 1.0
 
@@ -199,23 +211,23 @@ def test_the_time_that_is_left_follows_from_the_pace_since_the_last_restart() ->
     assert report.progress.remaining_seconds == pytest.approx(200, rel=0.05)
     assert "about 3.3 min" in summary_line(report, T + 240)
     for event in (failed(1000), group(5000), *_steps(51, 101, 201, begin=5010, seconds=4)):
-        report.take(event)
+        report.add(event)
     assert report.progress.remaining_seconds == pytest.approx(400, rel=0.05)
 
 
 def test_steps_and_samples_a_second_are_those_since_the_last_restart_and_the_end_is_told_by_the_clock() -> None:
     of_session = [{"samples": 640 * step} for step in (0, 50, 100)]
     events = [reported(30 + 5 * n, step=50 * n, total_steps=1000, **more) for n, more in enumerate(of_session)]
-    report = report_of(started(), group(), *events, ev.SavesPlanned(at=T + 40, words="each 90 s: a save blocks 2 s"))
+    report = report_of(started(), group(), *events, ev.SavesPlanned(at=T + 40, plan="each 90 s: a save blocks 2 s"))
     text = render(report, T + 45)
     for words in ("about 1.5 min left, until 00:08:50 UTC", "6,400 samples a second · 10 steps a second"):
         assert words in text, text
     assert "samples 64" not in text
     assert "### Checkpoints\n\nThe loop saves each 90 s: a save blocks 2 s." in text
-    report.take(failed(50))
+    report.add(failed(50))
     assert "a second" not in summary_line(report, T + 60)
     for event in (group(100), reported(110, iteration=4), reported(120, iteration=9)):
-        report.take(event)
+        report.add(event)
     assert "0.5 iterations a second" in summary_line(report, T + 130), "a loop without a session, too"
 
 
@@ -224,12 +236,12 @@ def test_a_supervisor_that_comes_later_takes_what_was_and_keeps_its_own_name() -
     before.run_name = "other"
     recalled = RunReport(run_name="llama", score_attribute="loss", score_order="min", dashboard_url="http://ray")
     for strange in ({}, {"run_name": "x", "attempt": "many"}, {"run_name": "x", "curves": [1]}):
-        recalled.take(ev.RunRecalled(report=strange))  # of another version
-    recalled.take(ev.RunRecalled(report=before.model_dump(mode="json")))
+        recalled.add(ev.RunRecalled(report=strange))  # of another version
+    recalled.add(ev.RunRecalled(report=before.model_dump(mode="json")))
     own = {"run_name", "score_attribute", "score_order", "dashboard_url", "state", "detail"}
     assert recalled.model_dump(exclude=own) == before.model_dump(exclude=own)
     assert (recalled.run_name, recalled.score_attribute, recalled.dashboard_url) == ("llama", "loss", "http://ray")
-    recalled.take(started(2, 50))
+    recalled.add(started(2, 50))
     assert [incident.kind for incident in recalled.incidents] == ["begin", "failure", "driver"]
 
 
@@ -238,7 +250,7 @@ def test_curves_are_over_the_reports_without_what_was_done_again() -> None:
     report = report_of(started(), group(), *losses[:2], committed(33, "kept", loss=3), *losses[3:], failed(), group(70))
     assert report.curves["loss"].points == [(n, n) for n in range(1, 6)]
     for index, loss in enumerate((7, 8, 9), start=6):
-        report.take(reported(70, loss=loss).model_copy(update={"index": index}))
+        report.add(reported(70, loss=loss).model_copy(update={"index": index}))
     assert report.curves["loss"].points == [(1, 1), (2, 2), (3, 3), (4, 7), (5, 8), (6, 9)]
 
 
@@ -275,10 +287,10 @@ def test_what_an_attempt_does_not_go_on_from_is_not_the_best(checkpoint: str, be
     report = report_of(started(), group(), *made, started(2, 50, checkpoint=checkpoint), score_attribute="acc")
     assert (report.best.name if report.best else None) == best
     assert [made.name for made in report.checkpoints] == ["a", "b", "c"][: "abc".find(checkpoint) + bool(checkpoint)]
-    report.take(started(3, 60, checkpoint="another run's", inherited={"acc": -1}))
+    report.add(started(3, 60, checkpoint="another run's", inherited={"acc": -1}))
     assert ([made.name for made in report.checkpoints], report.best and report.best.name) == ([], "another run's")
-    report.take(committed(70, "d", acc=1))
-    report.take(started(4, 80, checkpoint=physical_name("copy", 0)))  # which was reported without metrics
+    report.add(committed(70, "d", acc=1))
+    report.add(started(4, 80, checkpoint=physical_name("copy", 0)))  # which was reported without metrics
     assert (report.checkpoints, report.best) == ([], None)
 
 
@@ -304,22 +316,22 @@ def test_a_report_of_thousands_of_reports_with_faults_is_small() -> None:
     for number in range(3000):
         at, metrics = 30.0 + number, {"step": number, "total_steps": 3000, "loss": math.sin(number), "norm": number}
         made = committed(at, f"c{number}", **metrics) if number % 10 == 0 else reported(at, **metrics)
-        report.take(made.model_copy(update={"index": number + 1}))
+        report.add(made.model_copy(update={"index": number + 1}))
         if number % 30 == 29:
-            report.take(failed(at, errors={"0": f"RuntimeError: {text}", "1": "The actor died"}))
+            report.add(failed(at, errors={"0": f"RuntimeError: {text}", "1": "The actor died"}))
         if number % 500 == 499:
-            report.take(ended(Outcome.DRIVER_LOST, at, message=text))
-            report.take(started(2 + number // 500, at, notes=[text] * 3))
+            report.add(ended(Outcome.DRIVER_LOST, at, message=text))
+            report.add(started(2 + number // 500, at, notes=[text] * 3))
             assert len(report.model_dump_json()) < 60_000
-            report.take(capacity(at))
+            report.add(capacity(at))
         if number % 30 == 29:
-            report.take(group(at))
+            report.add(group(at))
     assert (len(report.incidents), report.incidents[-1].at) == (60, T + at)
     assert len(render(report, T + at).encode()) < 60_000
     assert len(render(report, T + at, draw(report, T + at)).encode()) < 290_000
 
 
-def test_the_words_alone_tell_what_there_is_to_tell() -> None:
+def test_the_text_is_complete_without_pictures() -> None:
     report = report_of(
         ev.ClusterConnected(address="10.0.0.1:6379", dashboard_url="http://10.0.0.1:8265"),
         started(),
@@ -338,7 +350,8 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "loss 0.0625",
         "last checkpoint 29.0 s ago",
         "1 worker failure · goodput",
-        "worker failure: the workers are restarted; reports that are done again: 3; training again after 15.0 s**"
+        "worker failure; the worker group is restarted from checkpoint ckpt-51; reports since then, which are done "
+        "again: 3; training again after 15.0 s**"
         "  \n  "
         "rank 1: ValueError: nan\n",
         "restarts after failures",
@@ -356,15 +369,15 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
 
 def test_a_recovery_ends_with_the_first_step_or_report_of_a_group() -> None:
     unfinished = report_of(started(), group(20), failed(85), reported(86), group(90))
-    assert "train after" not in unfinished.incidents[-1].what, "its loop has not begun a step"
+    assert "train after" not in unfinished.incidents[-1].message, "its loop has not begun a step"
     first = ev.FirstStep(at=T + 97, world_size=4)
     events = [started(), group(20), failed(85), group(90), first, reported(98), started(2, 120), group(130)]
     report = report_of(*events, reported(137, world_size=4))
-    assert "training again after 12.0 s" in report.incidents[-2].what
-    assert "training again after 27.0 s" in report.incidents[-1].what
+    assert "training again after 12.0 s" in report.incidents[-2].message
+    assert "training again after 27.0 s" in report.incidents[-1].message
 
 
-def test_values_are_said_in_short() -> None:
+def test_values_are_formatted_briefly() -> None:
     times = {-1: "0.0 s", 42: "42.0 s", 60: "1.0 min", 3600: "1.0 h", 5400: "1.5 h", 36 * 3600: "1.5 d"}
     assert {seconds: duration(seconds) for seconds in times} == times
     sizes = {0: "0 Bytes", 1023: "1023 Bytes", 3 * 2**20: "3.0 MiB", 3 * 2**40: "3.0 TiB"}
@@ -463,10 +476,41 @@ _EVENTS = st.builds(
 def test_a_report_never_fails_whatever_happens(events: list[ev.Event], order: str, recalls: int) -> None:
     report = RunReport(run_name="llama", score_attribute="loss", score_order=order)
     for place, event in enumerate(events):
-        report.take(event)
+        report.add(event)
         if place == recalls:
-            report.take(ev.RunRecalled(report=report.model_dump(mode="json")))
+            report.add(ev.RunRecalled(report=report.model_dump(mode="json")))
     _is_whole(render(report, T))
     text = report.model_dump_json()
     assert len(text) < 200_000
     assert RunReport.model_validate_json(text).model_dump_json() == text
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (started(), "Attempt 1 starts from the beginning"),
+        (started(2, checkpoint="a", previous_end="lost"), "Attempt 2: a new driver resumes from checkpoint a: lost"),
+        (
+            failed(reports_lost=3),
+            "Worker failure: rank 1 (pid 77): ValueError: nan; the worker group is restarted from checkpoint b; "
+            "reports since then, which are done again: 3",
+        ),
+        (failed(retried=False, gives_up="no"), "Worker failure: rank 1 (pid 77): ValueError: nan; no"),
+        (RESIZED, "The worker group is resized from 4 to 6 workers: waited 12 s for a checkpoint"),
+        (
+            ev.StandbysParked(parked=1, wanted=2, size_bytes=2**28),
+            "1 of 2 standby workers are ready, 256 MiB each; there is no memory for more",
+        ),
+        (ev.StorageWaited(who="ranks", seconds=1), None),
+        (reported(1, loss=1), None),
+    ],
+)
+def test_an_event_is_described_in_a_line_for_the_log(event: ev.Event, line: str | None) -> None:
+    description = describe(event, checkpoint="b", locations={1: "pid 77"})
+    assert (description and description.line) == line
+
+
+def test_each_kind_of_event_is_described_or_is_not_for_users() -> None:
+    described = {event.kind for event in EVENTS if describe(event)}
+    silent = {"controller_alive", "checkpoint_stalled", "first_step", "reported", "run_recalled", "state_changed"}
+    assert described == {event.kind for event in EVENTS} - silent

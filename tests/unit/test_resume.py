@@ -14,11 +14,11 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
-from prefect_elastic_train.elastic.checkpoints import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
-from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
+from prefect_elastic_train.runs.repair import adopt_snapshot, remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.run_filesystem import RunFilesystem
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import TEMPORARY_PREFIX, LocalRunStore, RunStore
 from tests.unit.ray_storage import Ray, raw_ray
@@ -83,11 +83,11 @@ def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Traini
     training.report(folder)
     damage(store, layout.commit_name(1, 4))
     store.delete(layout.SNAPSHOT)
-    assert remove_interrupted_uploads(store, 1) == [], "something was removed while nothing tells what is needed"
+    assert remove_leftovers(store, 1) == [], "something was removed while nothing tells what is needed"
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
-    assert begun.notes == ["commit 0001-000004 is torn and was passed over"]
-    assert remove_interrupted_uploads(store, begun.attempt) == [folder]
+    assert begun.notes == ["commit 0001-000004 is torn and was skipped"]
+    assert remove_leftovers(store, begun.attempt) == [folder]
     assert _ray_resumes(store) == "c"
 
 
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
     assert json.loads(store.read(layout.SNAPSHOT) or b"") == begun.point.snapshot
     record = json.loads(store.read(layout.attempt_name(2)) or b"")
     assert (record["repairs"], record["dropped"], record["base"]) == (begun.notes, ["c"], [1, 3])
-    removed = remove_interrupted_uploads(store, begun.attempt)
+    removed = remove_leftovers(store, begun.attempt)
     assert removed == (["c"] if removed else [])
     assert not store.file_sizes("c")
     # The next ones know that it was given up, and go on from what was repaired; its name may be written again.
@@ -126,7 +126,7 @@ def test_the_only_whole_checkpoint_is_not_given_up_because_its_commit_is_torn(st
         training.report(name)
     store.delete_folder(first)  # as Ray does
     tear(store, layout.commit_name(1, 2))
-    with pytest.raises(AttemptFailedError, match=r"no commit of .* with a whole checkpoint"):
+    with pytest.raises(AttemptFailedError, match=r"no commit of .* with an intact checkpoint"):
         begin(store)
 
 
@@ -137,7 +137,7 @@ def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: 
     store.delete_folder("b")
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 1), "a")
-    assert begun.notes[-1] == "commit 0001-000002 has no whole checkpoint left and was passed over"
+    assert begun.notes[-1] == "commit 0001-000002 has no intact checkpoint left and was skipped"
     assert _ray_resumes(store) == "a"
 
 
@@ -168,7 +168,7 @@ def test_rays_file_is_restored_and_that_is_told(store: RunStore, training: Train
     begun = begin(store)
     assert begun.point.checkpoint == "c"
     assert len(begun.notes) == 1
-    assert begun.notes[0].startswith("Ray's snapshot was torn, missing or not the newest commit's, and was written")
+    assert begun.notes[0].startswith("Ray's snapshot was torn, missing or not the newest commit's, and was rewritten")
     assert json.loads(store.read(layout.SNAPSHOT) or b"") == training.snapshot
     assert _ray_resumes(store) == "c"
 
@@ -191,7 +191,7 @@ def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store
     store.create("tensorboard/events", b"1")
     second = begin(store)
     assert second.point.checkpoint == ""
-    assert remove_interrupted_uploads(store, second.attempt) == [upload]
+    assert remove_leftovers(store, second.attempt) == [upload]
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
@@ -230,13 +230,13 @@ def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: RunStore
 def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
     store: RunStore, training: Training, lose: Any, has_mirror: bool
 ) -> None:
-    for commit in all_commits(store):
+    for commit in RunDirectory(store).commit_ids:
         lose(store, layout.commit_name(*commit))
     _event(store)
     if not has_mirror:
         store.delete(layout.SNAPSHOT)
     before = store.file_sizes("")
-    words = r"3 folders that may be checkpoints \(a, b, c\).*move the folders away to begin anew.*resume=True to trust"
+    words = r"3 folders that may be checkpoints \(a, b, c\).*move the folders away to start .*resume=True to use"
     with pytest.raises(AttemptFailedError, match=words) as refused:
         begin(store, seed=pytest.fail)
     assert refused.value.outcome is Outcome.INVALID
@@ -248,7 +248,7 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
     upload = physical_name("d", begun.attempt)
     store.create(f"{upload}/model.pt", b"as far as it came")
     again = begin(store, claim(max_attempts_without_progress=100))
-    assert remove_interrupted_uploads(store, again.attempt) == [upload]
+    assert remove_leftovers(store, again.attempt) == [upload]
 
 
 @pytest.mark.parametrize("lose", [RunStore.delete, tear], ids=["removed", "torn"])
@@ -258,7 +258,7 @@ def test_other_records_are_not_needed_to_resume(store: RunStore, training: Train
     begun = begin(store)
     assert begun.attempt == 2, "a number is used again"
     assert begun.point.checkpoint == _ray_resumes(store) == "c"
-    assert begun.notes == (["run.json was torn or missing and was written anew"] if name == layout.RUN else [])
+    assert begun.notes == (["run.json was torn or missing and was rewritten"] if name == layout.RUN else [])
     assert begin(store).notes == [], "what was repaired already was told again"
 
 
@@ -280,13 +280,11 @@ def test_what_an_overtaken_attempt_has_committed_is_used_when_nothing_else_is_wh
     assert begin(store).point.checkpoint == first
     training.report(second)  # does not see that it was overtaken
     store.delete_folder(first)  # as Ray does with keep=1
-    assert remove_interrupted_uploads(store, 2) == [], "the only whole checkpoint was removed"
+    assert remove_leftovers(store, 2) == [], "the only whole checkpoint was removed"
     third = begin(store)
     assert (third.point.base, third.point.checkpoint) == ((1, 2), second)
-    assert third.notes[-1] == (
-        "commit 0001-000002, which an overtaken attempt wrote, is the newest whole one and is used"
-    )
-    assert remove_interrupted_uploads(store, third.attempt) == []
+    assert third.notes[-1] == ("commit 0001-000002 of an overtaken attempt is the newest intact one and is used")
+    assert remove_leftovers(store, third.attempt) == []
     training = Training(store, third.attempt, keep=1)
     training.report(newest := physical_name("epoch", 3, report=1))
     fourth = begin(store)
@@ -299,10 +297,10 @@ def test_a_run_is_not_begun_again_because_the_listing_of_its_commits_is_behind(s
     behind = _behind(store, layout.COMMITS)
     training.report(second := physical_name("epoch", 1, report=2))
     store.delete_folder(first)
-    with pytest.raises(AttemptFailedError, match=rf"no commit of .* with a whole checkpoint .*\({second}\)"):
+    with pytest.raises(AttemptFailedError, match=rf"no commit of .* with an intact checkpoint .*\({second}\)"):
         begin(behind)
     with pytest.raises(AttemptFailedError, match=rf"\({second}\)"):
-        remove_interrupted_uploads(behind, 1)
+        remove_leftovers(behind, 1)
     assert store.file_sizes(second)
 
 
@@ -317,7 +315,7 @@ def test_whole_checkpoints_are_found_by_their_names_where_the_listing_of_the_run
     behind.folders = lambda: folders  # type: ignore[method-assign]
     training.report(newest := physical_name("epoch", 1, report=1))
     if commits_too:
-        with pytest.raises(AttemptFailedError, match=rf"no commit of .* with a whole checkpoint .*\({newest}\)"):
+        with pytest.raises(AttemptFailedError, match=rf"no commit of .* with an intact checkpoint .*\({newest}\)"):
             begin(behind)
     else:
         begun = begin(behind)
@@ -366,11 +364,11 @@ def test_a_run_without_its_records_goes_on_with_numbers_that_no_folder_has(store
 def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(store: RunStore, damage: Any) -> None:
     _ray_wrote(store, "checkpoint_1")
     damage(store)
-    with pytest.raises(AttemptFailedError, match="is torn or names no checkpoint that is still there") as refused:
+    with pytest.raises(AttemptFailedError, match="is torn or names no checkpoint that still exists") as refused:
         begin(store, claim(resume=True))
     assert refused.value.outcome is Outcome.INVALID
     assert store.read(layout.SNAPSHOT) is not None
-    assert all_attempts(store) == []
+    assert RunDirectory(store).attempt_numbers == []
 
 
 # leftovers
@@ -385,11 +383,11 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
     attempt = begin(store).attempt
     later = physical_name("a", attempt + 1)
     store.create(f"{later}/file", b"")
-    assert remove_interrupted_uploads(store, attempt) == interrupted
+    assert remove_leftovers(store, attempt) == interrupted
     folders = [name for name in store.folders() if store.file_sizes(name)]
     assert folders == [layout.STATE_FOLDER, "a", later, "b", "c", "epochs", "unnamed"]
     assert store.file_sizes("epochs") == {"notes.txt": 11}
-    assert remove_interrupted_uploads(store, attempt) == []
+    assert remove_leftovers(store, attempt) == []
 
 
 @on_a_disk
@@ -401,7 +399,7 @@ def test_of_an_upload_that_was_killed_at_its_start_no_folder_is_left(store: RunS
     folder.mkdir()
     if file:
         (folder / file).write_text("half")
-    assert remove_interrupted_uploads(store, 1) == [name]
+    assert remove_leftovers(store, 1) == [name]
     assert not folder.exists()
 
 
@@ -411,7 +409,7 @@ def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: 
     folder = physical_name("epoch-1", second.attempt)
     second.upload(folder)
     with pytest.raises(FencedOffError):
-        remove_interrupted_uploads(store, 1)
+        remove_leftovers(store, 1)
     second.commit(folder)
     assert RunDirectory(store).resume_point.checkpoint == folder
 

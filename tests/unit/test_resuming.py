@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed, Running
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.resuming import flow_run_called, resume
+from prefect_elastic_train.orchestration.flow_run_resume import find_flow_run, resume
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN
 
 
@@ -47,7 +47,7 @@ def test_a_flow_run_that_no_runner_takes_is_refused_with_what_to_do_after_it_is_
 
 
 def test_the_name_of_a_flow_run_is_enough_if_it_has_only_one() -> None:
-    assert flow_run_called(_API, "eager-otter") == UUID(OTHER_FLOW_RUN)
+    assert find_flow_run(_API, "eager-otter") == UUID(OTHER_FLOW_RUN)
     for name, problem in {"nightly": "several flow runs are", "mnist": "no flow run is"}.items():
-        with pytest.raises(ConfigurationError, match=f"{problem} called '{name}': give the id"):
-            flow_run_called(_API, name)
+        with pytest.raises(ConfigurationError, match=f"{problem} called '{name}': use the id"):
+            find_flow_run(_API, name)

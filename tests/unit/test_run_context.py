@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext, run_context, use_run_context
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, private_folder, python, tear
 
 CONTEXT = RunContext("mnist", "0" * 32, 3, "s3://runs", "s3://runs/mnist", flow_name="nightly")
@@ -55,7 +55,7 @@ def test_a_loop_can_be_tried_out_without_a_training_and_the_error_says_how() -> 
 
 
 def test_the_context_reaches_the_worker_with_the_callback() -> None:
-    callback = pickle.loads(pickle.dumps(LoopCallback(CONTEXT)))
+    callback = pickle.loads(pickle.dumps(WorkerHooks(CONTEXT)))
     with use_run_context(RunContext("of an earlier test", "", 0, "", "")):
         with suppress(RuntimeError):  # this is no worker of Ray's
             callback.after_init_train_context()

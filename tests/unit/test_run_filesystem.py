@@ -18,20 +18,21 @@ import torch
 from ray.train.v2._internal.execution import context
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils
 
+from prefect_elastic_train.controller import checkpoint_manager
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import CommitRecord, decode
-from prefect_elastic_train.elastic import checkpoints, loop_callback
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import context as run_context
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
-from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, latest_checkpoint
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
+from prefect_elastic_train.runs.snapshots import checkpoint_names, is_consistent, latest_checkpoint
 from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.worker import worker_callbacks
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, tear, with_result
 
@@ -48,7 +49,7 @@ def test_each_report_to_ray_becomes_a_commit_and_a_mirror_from_which_the_next_at
     ray = Ray(store, begin(store).attempt).start()
     ray.report("epochs/1", loss=0.5)
     ray.report("epochs/2", loss=0.25)
-    assert all_commits(store) == [(1, 1), (1, 2)]
+    assert RunDirectory(store).commit_ids == [(1, 1), (1, 2)]
     record = decode(CommitRecord, store.read(layout.commit_name(1, 2)))
     assert record is not None
     assert record.manifest == {f"epochs/{number}": {"model.pt": 8, "rank-0/optim.pt": 2} for number in (1, 2)}
@@ -73,8 +74,8 @@ def test_metrics_of_any_type_are_reported_as_json_values_and_kept_with_their_che
     )
     monkeypatch.setattr(context, "_train_context", worker)
     monkeypatch.setattr(run_context, "current", None)  # put back afterwards
-    monkeypatch.setattr(loop_callback, "silence_ray_train", lambda: None)  # other tests of this process log
-    LoopCallback(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
+    monkeypatch.setattr(worker_callbacks, "silence_ray_train", lambda: None)  # other tests of this process log
+    WorkerHooks(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
     metrics: dict[Any, Any] = {
         "loss": np.float32(0.5),
         "step": np.int64(3),
@@ -124,7 +125,7 @@ def _listed(store: LocalRunStore, sequence: int) -> int:
 def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the_next_attempt_finds_them_all(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 4)
+    monkeypatch.setattr(checkpoint_manager, "_MAX_ADDED", 4)
     ray = Ray(store, begin(store).attempt).start_ours()
     names = [f"checkpoint_{number}" for number in range(16)]
     listed = []
@@ -135,17 +136,17 @@ def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the
         assert commit is not None
         assert checkpoint_names(commit.snapshot) == list(commit.manifest) == names[: number + 1]
         assert latest_checkpoint(commit.snapshot) == commit.snapshot["checkpoint_results"][-1]
-        kept = all_commits(store)
+        kept = RunDirectory(store).commit_ids
         assert kept[-5:] == [(1, number + 1 - ago) for ago in range(min(5, number + 1))][::-1]
         assert len(kept) <= 7, "full commits on which nothing builds any more are left"
         assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost its full commit"
     assert listed == [1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 2, 3, 4, 14, 1, 2]
     added = json.loads(store.read(layout.commit_name(1, 16)) or b"")
-    assert not fits_together(added["snapshot"]), "another version would take it for a full one"
+    assert not is_consistent(added["snapshot"]), "another version would take it for a full one"
     store.delete(layout.SNAPSHOT)
     begun = begin(store)
     assert (begun.point.base, begun.point.repairs, begun.notes) == ((1, 16), [], [])
-    assert remove_interrupted_uploads(store, begun.attempt) == []
+    assert remove_leftovers(store, begun.attempt) == []
     second = Ray(store, begun.attempt).start_ours()
     assert (second.latest, second.checkpoints) == (names[-1], names)
     assert checkpoint_names(RunDirectory(store).mirror) == names, "Ray's own file is not up to date"
@@ -157,7 +158,7 @@ def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the
 def test_what_a_validation_adds_to_a_checkpoint_that_was_listed_before_is_committed(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 2)
+    monkeypatch.setattr(checkpoint_manager, "_MAX_ADDED", 2)
     ray = Ray(store, begin(store).attempt).start_ours()
     first = ray.upload("checkpoint_0", {"model.pt": b"1"})
     ray.register(first, validation=True)
@@ -176,19 +177,19 @@ def test_what_a_validation_adds_to_a_checkpoint_that_was_listed_before_is_commit
 def test_nothing_is_begun_or_removed_while_the_list_that_the_newest_commit_adds_to_is_lost(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, lose: Callable[[LocalRunStore, str], object]
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_ADDED_AT_MOST", 6)
+    monkeypatch.setattr(checkpoint_manager, "_MAX_ADDED", 6)
     ray = Ray(store, begin(store).attempt).start_ours()
     ray.report("of-another-attempt")
     ray = Ray(store, begin(store).attempt).start_ours()
     for number in range(11):
         ray.report(physical_name("epoch", 2, report=number))
-    assert all_commits(store)[1:] == [(2, sequence) for sequence in (5, 7, 8, 9, 10, 11)]
+    assert RunDirectory(store).commit_ids[1:] == [(2, sequence) for sequence in (5, 7, 8, 9, 10, 11)]
     lose(store, layout.commit_name(2, 5))
-    words = r"commit 0002-000011 of .* adds to commit 5 of its attempt, which is torn or missing .* Nothing was touched"
-    for look in (begin, lambda store: remove_interrupted_uploads(store, 2)):
+    words = r"commit 0002-000011 of .* adds to commit 5 of its attempt, which is torn or missing .* Nothing was changed"
+    for look in (begin, lambda store: remove_leftovers(store, 2)):
         with pytest.raises(AttemptFailedError, match=words):
             look(store)
-    assert (len(store.folders()), all_attempts(store)) == (13, [1, 2])
+    assert (len(store.folders()), RunDirectory(store).attempt_numbers) == (13, [1, 2])
 
 
 def test_ray_keeps_so_many_checkpoints_and_their_commits_stay_whole(store: LocalRunStore) -> None:
@@ -225,9 +226,9 @@ def test_a_snapshot_is_a_commit_once_it_is_closed_and_whole(store: LocalRunStore
     dropped = filesystem.open_output_stream(path)
     dropped.write(whole)
     del dropped  # as by an exception of the controller
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([], None)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([], None)
     _write(filesystem, path, whole, pieces=7)
-    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], whole)
+    assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], whole)
     with filesystem.open_input_stream(path) as stream:
         assert stream.read() == whole
 
@@ -261,7 +262,7 @@ REFUSED: dict[str, Change] = {
     [
         *((change, 1, "taken over") for change in CHANGES.values()),
         *((change, 2, r"refused|is not in|not moved, copied") for change in REFUSED.values()),
-        *((CHANGES[name], None, "read only") for name in ("write", "upload", "delete a folder")),
+        *((CHANGES[name], None, "reading only") for name in ("write", "upload", "delete a folder")),
     ],
 )
 def test_a_fenced_off_attempt_changes_nothing_and_no_attempt_what_is_no_checkpoint_and_who_has_none_only_reads(
@@ -296,5 +297,5 @@ def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
     assert store.folders() == [layout.STATE_FOLDER, PING, PONG]
     begun = begin(store)
     assert (begun.point.checkpoint, begun.notes) == (PONG, [])
-    assert remove_interrupted_uploads(store, begun.attempt) == [PING]
+    assert remove_leftovers(store, begun.attempt) == [PING]
     assert store.folders() == [layout.STATE_FOLDER, PONG]

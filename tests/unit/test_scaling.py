@@ -1,4 +1,4 @@
-"""Which workers may be asked for, on which accelerators: what is refused together, and what Ray takes as it is."""
+"""Valid and invalid combinations of workers and accelerators, and the resources that Ray gets for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.tpu import get_tpu_num_slices_for_workers
 
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.core.slices import SliceShape, slice_shape
-from prefect_elastic_train.elastic.cluster import resources_per_worker, scaling_config
+from prefect_elastic_train.core.tpu_slices import SliceShape, slice_shape
+from prefect_elastic_train.driver.ray_configs import resources_per_worker, scaling_config
 
 #: Slices of four hosts with four chips each.
 SLICES = {"accelerator": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E", "min_workers": 4, "max_workers": 8}
@@ -27,20 +27,20 @@ def tpus(**resources: float) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (SLICES | {"max_workers": 6}, "max_workers (6) must be multiples of 4, the workers with TPU 4 that fill a slice"),
     (tpus(TPU=2) | {"min_workers": 12, "max_workers": 16}, "must be multiples of 8, the workers with TPU 2"),
-    (SLICES | {"accelerator_type": "A100"}, "'A100' is no TPU type that Ray knows; use one of TPU-V2, "),
+    (SLICES | {"accelerator_type": "A100"}, "'A100' is not a TPU type of Ray; use one of TPU-V2, "),
     (SLICES | {"topology": "8x4", "min_workers": 8}, "topology '8x4' does not exist for TPU-V6E; use one of 1x1, "),
-    (tpus(TPU=8), "asks for TPU 8, and a host of TPU-V6E 4x4 has 4; use a number that fills it evenly"),
-    (tpus(CPU=1, TPU=0), "says TPU 0, and accelerator is 'tpu'; correct one of them"),
-    ({"accelerator": "tpu", "resources_per_worker": {"TPU": 3}}, "asks for TPU 3; Ray gives a worker one of 1, 2, 4"),
+    (tpus(TPU=8), "requests TPU 8, and a host of TPU-V6E 4x4 has 4; use a number that divides it"),
+    (tpus(CPU=1, TPU=0), "has TPU 0, and accelerator is 'tpu'; correct one of them"),
+    ({"accelerator": "tpu", "resources_per_worker": {"TPU": 3}}, "requests TPU 3; Ray gives a worker one of 1, 2, 4"),
     (SLICES | {"accelerator_type": ""}, "needs both topology (such as '4x4') and accelerator_type"),
     ({"accelerator": "tpu", "topology": "2x2"}, "got '2x2' and ''"),
-    (SLICES | {"label_selector": {"zone": "a"}}, "topology ('4x4') goes neither with a label_selector ({'zone': 'a'})"),
-    (SLICES | {"placement_strategy": "STRICT_PACK"}, "nor with a strict placement_strategy (STRICT_PACK)"),
+    (SLICES | {"label_selector": {"zone": "a"}}, "cannot be combined with a label_selector ({'zone': 'a'})"),
+    (SLICES | {"placement_strategy": "STRICT_PACK"}, "or a strict placement_strategy (STRICT_PACK)"),
     (SLICES | {"accelerator": "gpu"}, "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'"),
-    ({"resources_per_worker": {"TPU": 4}}, "says TPU 4, and accelerator is 'cpu'"),
-    ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}}, "says GPU 0, and accelerator is 'gpu'"),
-    ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 is neither a share of one nor a whole"),
-    ({"resources_per_worker": {"CPU": 1, "disk": 0.00001}}, "a worker must hold some resource, 0.0001 at least"),
+    ({"resources_per_worker": {"TPU": 4}}, "has TPU 4, and accelerator is 'cpu'"),
+    ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}}, "has GPU 0, and accelerator is 'gpu'"),
+    ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 must be a fraction of one GPU or a whole"),
+    ({"resources_per_worker": {"CPU": 1, "disk": 0.00001}}, "must have a resource of at least 0.0001"),
 ]
 
 #: What is taken, and what a worker then gets.

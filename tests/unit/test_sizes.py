@@ -14,24 +14,23 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train import TrainingResult
-from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event, Report, decode_event, encode_event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings
+from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.attempt import Attempt
-from prefect_elastic_train.driver.relay import EventOutput
-from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.orchestration import publisher
+from prefect_elastic_train.driver.event_relay import EventOutput
+from prefect_elastic_train.orchestration import prefect_events
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, peek
-from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.supervisor.attempt import read_lines
-from tests.unit.support import Training, private_folder, spec
+from prefect_elastic_train.runs.attempts import Begun, check_run_is_free
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.supervisor.processes import read_lines
+from tests.unit.support import Training, private_folder, run_callback, spec
 
 SCORE = "score of a name that is longer than all others"
 
@@ -72,8 +71,8 @@ class Supervisor(logging.Handler):
             assert said is not None, "only events are told"
             self.events.append(said)
             log.event(said)
-            self.report.take(said)
-            self.payloads += [size_of(told.payload) for told in publisher.translate(said, self.report, "")]
+            self.report.add(said)
+            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, "")]
         [ended] = [event for event in self.events if isinstance(event, AttemptEnded)]
         assert ended.outcome is Outcome.COMPLETED
         return TrainingResult.model_validate(ended.result)
@@ -86,7 +85,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     begun = driver.begin()
     assert isinstance(begun, Begun)
     training = Training(driver.store, begun.attempt)
-    controller = RunCallback(driver._receiver.receiving, driver.store, begun.attempt, FailureSettings(), SCORE)
+    controller = run_callback(driver._receiver.address, driver.store, begun.attempt, FailureSettings(), SCORE)
     controller.after_controller_start(None)
     kept = training.snapshot["checkpoint_results"]
     for index, metrics in enumerate(reports):
@@ -99,16 +98,16 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     training.snapshot |= {"checkpoint_report_indices": [*range(len(kept))], "latest_checkpoint_result": kept[-1]}
     training.log.commit(json.dumps(training.snapshot).encode())
     controller.after_controller_finish(None)
-    driver.close(driver.complete())
+    driver.close(driver._complete())
     return supervisor
 
 
 def find_finished(folder: str) -> TrainingResult:
     """Ask for the run once more, as the driver of a retry does."""
     supervisor = Supervisor(folder)
-    finished = peek(RunDirectory(supervisor.driver.store), supervisor.driver.spec.request)
+    finished = check_run_is_free(RunDirectory(supervisor.driver.store), supervisor.driver.spec.request)
     assert finished is not None
-    supervisor.driver.close(supervisor.driver.finish(finished))
+    supervisor.driver.close(supervisor.driver._end_of_finished(finished))
     return supervisor.hear_all()
 
 

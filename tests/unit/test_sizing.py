@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.core.slices import SliceShape
-from prefect_elastic_train.elastic import sizing
-from prefect_elastic_train.elastic.sizing import (
+from prefect_elastic_train.controller import sizing
+from prefect_elastic_train.controller.sizing import (
     Demand,
     Growth,
     Node,
     Stability,
     Start,
-    places_beyond,
     possible_workers,
 )
+from prefect_elastic_train.core.tpu_slices import SliceShape
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
 SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)
@@ -65,25 +64,6 @@ def test_strict_strategies_count_what_can_be_placed() -> None:
     assert found == [5, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
-@given(
-    rooms=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=5),
-    most=st.integers(0, 10),
-)
-def test_a_larger_group_has_places_for_as_many_more_as_fit(
-    strategy: str, rooms: list[tuple[int, int]], most: int
-) -> None:
-    if strategy == "STRICT_SPREAD":
-        rooms = [(min(own, 1), free) for own, free in rooms]
-    nodes = [node(str(at), free, own + free) for at, (own, free) in enumerate(rooms)]
-    held = {str(at): own for at, (own, _) in enumerate(rooms)}
-    demand = gpus(strategy=strategy)
-    more = possible_workers(nodes, demand, held) - sum(held.values())
-    found = places_beyond(nodes, demand, held, min(most, more))
-    assert sum(found.values()) == min(most, more)
-    assert all(number <= rooms[int(name)][1] for name, number in found.items())
-
-
 def test_several_resources_are_all_needed_and_workers_that_need_nothing_always_fit() -> None:
     nodes = [Node("a", {"GPU": 4, "CPU": 8}, {"GPU": 4, "CPU": 3}), Node("b", {"GPU": 4}, {"GPU": 4})]
     assert possible_workers(nodes, Demand({"GPU": 1, "CPU": 1.5}, 1, 100)) == 2
@@ -122,14 +102,14 @@ def test_the_arbiter_between_trainings_has_the_last_word() -> None:
     ("hosts", "held", "workers", "problem"),
     [
         ([host("s1", 0), host("s1", 1)], {}, 2, ""),
-        ([host("s1", 0)], {}, 0, "s1: 4 of 8 chips are there"),
+        ([host("s1", 0)], {}, 0, "s1: 4 of 8 chips exist"),
         ([host("s1", 1), host("s1", 2)], {}, 0, "s1: held by another job, or without TPU=4, CPU=1"),  # no host 0
-        ([host("s1", 0), host("s1", 1, draining=True)], {}, 0, "s1: a host of it is being drained"),
+        ([host("s1", 0), host("s1", 1, draining=True)], {}, 0, "s1: one of its hosts is draining"),
         ([host("s1", 0, free=2), host("s1", 1)], {}, 0, "s1: held by another job"),
         ([host("s1", 0), host("s1", 1, free=0)], {"s1-1": 1}, 2, ""),  # the run itself gives way
         ([host("s1", 0, head=0), host("s1", 1)], {}, 0, "s1: held by another job"),  # reserved by its head
         ([host("s1", 0, free=0, head=0), host("s1", 1, free=0)], {"s1-0": 1, "s1-1": 1}, 2, ""),
-        ([host("s1", number, shape=SINGLE) for number in (0, 1)], {}, 0, "none other is there"),  # of another kind
+        ([host("s1", number, shape=SINGLE) for number in (0, 1)], {}, 0, "there are no others"),  # of another kind
     ],
 )
 def test_only_a_slice_that_is_whole_and_free_counts(
@@ -161,21 +141,21 @@ def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_
 
 def test_a_growth_waits_for_a_commit_and_not_for_ever() -> None:
     growth = Growth(600)
-    assert growth.due(0, committed=True, has_checkpoint=True) == "", "nothing is decided"
-    assert growth.look(0, current=2, possible=3)
-    assert growth.due(1, committed=True, has_checkpoint=False) == "commit"
-    assert not growth.look(500, current=2, possible=4), "a larger one does not begin the wait anew"
+    assert growth.due_reason(0, committed=True, has_checkpoint=True) == "", "nothing is decided"
+    assert growth.update(0, current=2, possible=3)
+    assert growth.due_reason(1, committed=True, has_checkpoint=False) == "commit"
+    assert not growth.update(500, current=2, possible=4), "a larger one does not begin the wait anew"
     assert (growth.target, growth.waited_seconds(500)) == (4, 500)
-    assert growth.due(599, committed=False, has_checkpoint=True) == ""
-    assert growth.due(600, committed=False, has_checkpoint=False) == "", "it would throw away all work"
-    assert growth.due(600, committed=False, has_checkpoint=True) == "patience"
-    assert growth.look(601, current=2, possible=2), "it is called off"
-    assert growth.due(602, committed=True, has_checkpoint=True) == ""
-    assert growth.look(700, current=2, possible=3)
+    assert growth.due_reason(599, committed=False, has_checkpoint=True) == ""
+    assert growth.due_reason(600, committed=False, has_checkpoint=False) == "", "it would throw away all work"
+    assert growth.due_reason(600, committed=False, has_checkpoint=True) == "patience"
+    assert growth.update(601, current=2, possible=2), "it is called off"
+    assert growth.due_reason(602, committed=True, has_checkpoint=True) == ""
+    assert growth.update(700, current=2, possible=3)
     assert growth.waited_seconds(701) == 1
     endless = Growth(0)
-    endless.look(0, current=2, possible=3)
-    assert endless.due(1e9, committed=False, has_checkpoint=True) == ""
+    endless.update(0, current=2, possible=3)
+    assert endless.due_reason(1e9, committed=False, has_checkpoint=True) == ""
 
 
 happenings = st.lists(
@@ -199,17 +179,17 @@ def test_a_start_is_within_bounds_and_capacity_and_of_whole_slices_and_comes_in_
         now += seconds
         possible, stable = max(one, other) * step, min(one, other) * step
         if what == "started and lost":
-            start.started(asked)
+            start.record_start(asked)
         elif what == "refused" and asked:
-            start.failed(now, refused=asked)
+            start.record_failure(now, refused=asked)
         elif what == "failed":
-            start.failed(now)
+            start.record_failure(now)
         size = start.size(now, min(possible, largest), min(stable, largest))
         assert size == 0 or smallest <= size <= min(possible, largest), "within bounds, and never without capacity"
         assert size % step == 0
         assert smallest <= start.limit(now) <= largest
         asked = size or asked
-    start.waited(now)
+    start.waited_seconds(now)
     assert start.size(now + 61.0, smallest, 0) == smallest
     assert start.size(now + 601.0, largest, largest) == largest, "a size that was refused has its turn again"
 
@@ -218,7 +198,7 @@ def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
     start, sizes = Start(cpus(2, 16)), []
     for _ in range(5):
         sizes.append(start.size(0.0, 16, 16))
-        start.failed(0.0, refused=sizes[-1])
+        start.record_failure(0.0, refused=sizes[-1])
     assert sizes == [16, 15, 13, 9, 2]
     assert start.size(0.0, 16, 16) == 0, "then it pauses"
 
@@ -226,6 +206,6 @@ def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
 def test_failures_over_days_pause_half_a_minute_each_and_overflow_nothing() -> None:
     start = Start(cpus(1, 4))
     for _ in range(5000):
-        start.failed(0.0)
+        start.record_failure(0.0)
     assert start.size(29.9, 4, 4) == 0
     assert start.size(30.0, 4, 4) == 4

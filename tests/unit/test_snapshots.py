@@ -21,7 +21,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager
+from prefect_elastic_train.controller.checkpoint_manager import RankedCheckpointManager
 from prefect_elastic_train.runs import snapshots
 from tests.unit.support import empty_snapshot, examples, private_folder, with_result
 

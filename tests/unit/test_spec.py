@@ -1,4 +1,4 @@
-"""What a driver is told: private, and loadable by a process that shares nothing with this one but its packages."""
+"""The spec of a driver: private, and loadable by a process that shares nothing with this one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import cloudpickle
 import pytest
 from prefect.utilities.importtools import load_script_as_module
 
+from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload, read_spec, write_spec
+from prefect_elastic_train.core.request import DriverSpec, RunRequest, read_spec, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.fingerprints import fingerprint
 from tests.unit.support import python, spec
 
 _LOAD_AND_CALL = """

@@ -15,11 +15,12 @@ import pytest
 import torch.distributed as dist
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
+from prefect_elastic_train.controller import standby, worker_queries
+from prefect_elastic_train.controller.standby import Standby, Standbys
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, loop_callback, loop_watch, standby, standby_process
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
-from prefect_elastic_train.elastic.standby import Standby, Standbys
 from prefect_elastic_train.loop.context import RunContext
+from prefect_elastic_train.worker import standby_process, worker_callbacks
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 GIB, NODE, OTHER = 2**30, "ab" * 28, "cd" * 28
 
@@ -73,16 +74,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ready = lambda asked, num_returns, timeout: ([one for one in asked if one.actor.state != "boots"], [])  # noqa: E731
     fake = SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote)
     monkeypatch.setattr(standby, "ray", fake)
-    monkeypatch.setattr(loop_watch, "ray", fake)
+    monkeypatch.setattr(worker_queries, "ray", fake)
     monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
-    monkeypatch.setattr(standby, "_devices", lambda group, indices, resources: found.devices)
-    monkeypatch.setattr(callbacks, "_current", SimpleNamespace(is_draining=False, tell=found.told.append))
+    monkeypatch.setattr(standby, "_bundle_devices", lambda group, indices, resources: found.devices)
     return found
+
+
+def _standbys(publish: Any = None, ignore_memory: bool = False) -> Standbys:
+    return Standbys("torch", ignore_memory, publish, is_draining=lambda: False)
 
 
 def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     """Those parked of so many nodes, which see so many GPUs, in a state."""
-    pool = Standbys("torch", in_any_case=False)
+    pool = _standbys()
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
@@ -99,18 +103,18 @@ def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are
 ) -> None:
     kinds = [("a", "gone"), ("a", "warm"), ("a", "warm"), ("a", "boots"), ("b", "gone"), ("c", "warm")]
     pool = _parked(*((node, "", state) for node, state in kinds))
-    monkeypatch.setattr(pool, "_settle", lambda: None)  # they die in this moment
+    monkeypatch.setattr(pool, "_collect", lambda: None)  # they die in this moment
     cluster.nodes = {0: "a", 1: "b", 2: "a", 3: "a"}
-    taken = pool.take(None, [0, 1, 2, 3], {"CPU": 1})  # type: ignore[arg-type]
+    taken = pool.assign(None, [0, 1, 2, 3], {"CPU": 1})  # type: ignore[arg-type]
     assert {index: worker.metadata.node_id for index, worker in taken.items()} == {0: "a", 2: "a"}
     assert taken[0].actor is not taken[2].actor
     assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "a//gone", "b//gone", "c//warm"]
     assert pool._parked == []
     pool = _parked(("a", "", "boots"))
-    assert pool.take(None, [0, 1], {"CPU": 1}) == {}, "none is warm"  # type: ignore[arg-type]
+    assert pool.assign(None, [0, 1], {"CPU": 1}) == {}, "none is warm"  # type: ignore[arg-type]
 
 
-def test_a_restart_waits_for_workers_that_boot_by_now_and_not_for_those_of_a_larger_group(
+def test_a_restart_waits_for_workers_that_boot_by_now(
     cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[tuple[list[str], float]] = []
@@ -121,8 +125,7 @@ def test_a_restart_waits_for_workers_that_boot_by_now_and_not_for_those_of_a_lar
         return [], asked
 
     monkeypatch.setattr(standby.ray, "wait", wait)
-    pool = _parked(("a", "", "warm"), ("b", "", "boots"), ("c", "", "boots"))
-    pool._parked[2].is_beyond = True
+    pool = _parked(("a", "", "warm"), ("b", "", "boots"))
     pool.wait_for_booting()
     _parked(("a", "", "warm")).wait_for_booting()
     assert waits == [(["b//boots"], 15.0)]
@@ -134,7 +137,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
     pool = _parked(("a", "0,1", "warm"), ("a", "0,1", "warm"), ("b", "3", "warm"))
     cluster.nodes = {0: "a", 1: "a", 2: "b"}
     cluster.devices = {0: {"GPU": ["1"]}, 1: {"GPU": ["0"]}, 2: {"GPU": ["2"]}}
-    taken = pool.take(None, [0, 1, 2], {"GPU": 1})  # type: ignore[arg-type]
+    taken = pool.assign(None, [0, 1, 2], {"GPU": 1})  # type: ignore[arg-type]
     assert {index: worker.metadata.accelerator_ids for index, worker in taken.items()} == {
         0: {"GPU": ["1"]},
         1: {"GPU": ["0"]},
@@ -145,15 +148,17 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
 
 
 @pytest.mark.parametrize(
-    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (0.8 * GIB, False, 1), (0.6 * GIB, False, 0), (0, True, 2)]
+    ("free", "ignore_memory", "fit"), [(10 * GIB, False, 2), (0.8 * GIB, False, 1), (0.6 * GIB, False, 0), (0, True, 2)]
 )
 def test_a_node_gets_as_many_as_it_has_memory_for(
-    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, ignore_memory: bool, fit: int
 ) -> None:
     monkeypatch.setattr(
-        standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked))
+        standby,
+        "query_workers",
+        lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked)),
     )
-    pool = Standbys("torch", in_any_case)
+    pool = _standbys(cluster.told.append, ignore_memory)
     workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
@@ -175,36 +180,6 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
     assert {(how["num_cpus"], how["scheduling_strategy"].node_id) for how in cluster.booted} <= {(0, NODE)}
     (told,) = cluster.told
     assert (told.parked, told.wanted, told.size_bytes) == (fit, 2, GIB if fit else 0)
-    assert ("there is no memory for more" in told.words) == (fit < 2)
-
-
-def test_a_growth_waits_until_its_new_workers_are_warm_and_ends_those_of_a_node_that_goes(
-    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = _parked(("a", "", "warm"))
-    run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env=None))
-    of_cpus = SimpleNamespace(resources_per_worker={"CPU": 1})
-    pool._group = SimpleNamespace(
-        _worker_cls=object, _train_run_context=run, get_worker_group_context=lambda: of_cpus, get_workers=list
-    )
-    assert pool.prepare({}), "no growth"
-    assert not pool.prepare({NODE: 2, OTHER: 1})
-    assert pool._looks_at == 0, "those beside the workers boot now, too"
-    assert not pool.prepare({NODE: 2})
-    assert (len(cluster.booted), len(cluster.ended)) == (3, 1)
-    for one in pool._parked:
-        one.actor.state = "warm"
-    assert pool.prepare({NODE: 2})
-    assert [one.is_beyond for one in pool._parked] == [False, True, True]
-    assert pool.prepare({})
-    assert len(pool._parked) == 1
-    assert not pool.prepare({NODE: 1})
-    monkeypatch.setattr(standby, "_GROWTH_SECONDS", -1)
-    assert pool.prepare({NODE: 1}), "it waits no longer than that"
-    of_cpus.resources_per_worker = {"GPU": 1}
-    booted = len(cluster.booted)
-    pool.prepare({OTHER: 1})
-    assert len(cluster.booted) == booted
 
 
 def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours_of_waiting(
@@ -213,7 +188,7 @@ def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours
     pool = _parked(("a", "", "gone"), ("a", "", "gone"), ("a", "", "warm"))
     pool._group = SimpleNamespace(get_workers=list)
     pool.after_worker_group_poll_status(_status(None))
-    assert pool._looks_at - time.monotonic() > 3.9 * standby._LOOK_SECONDS
+    assert pool._next_check - time.monotonic() > 3.9 * standby._CHECK_SECONDS
     assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2
     pool.release()
     assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2 + ["a//warm"]
@@ -224,11 +199,11 @@ def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkey
         (accelerator, framework)
         for accelerator in ("cpu", "gpu", "tpu")
         for framework in ("torch", "jax", "none")
-        if standby.may_replace(ScalingSettings(accelerator=accelerator), framework)
+        if standby.can_use_standbys(ScalingSettings(accelerator=accelerator), framework)
     }
     assert chosen == {("cpu", "torch"), ("cpu", "jax"), ("cpu", "none"), ("gpu", "torch")}
     monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", "0")
-    assert not standby.may_replace(ScalingSettings(accelerator="gpu"), "torch")
+    assert not standby.can_use_standbys(ScalingSettings(accelerator="gpu"), "torch")
 
 
 @pytest.mark.parametrize("devices", [{"GPU": ["0"]}, {}])
@@ -237,16 +212,13 @@ def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_
 ) -> None:
     before, elsewhere, another = [subprocess.Popen(["sleep", duration]) for duration in ("1", "60", "60")]
     try:
-        callback = LoopCallback(RunContext("run", "", 1, "", ""))
-        workers = [
-            SimpleNamespace(metadata=SimpleNamespace(node_id=node, pid=process.pid))
-            for node, process in (("n0", before), ("n1", elsewhere))
-        ]
-        callback.before_worker_group_shutdown(SimpleNamespace(get_workers=lambda: workers))
+        callback = WorkerHooks(RunContext("run", "", 1, "", ""))
+        workers = [("n0", before.pid), ("n1", elsewhere.pid)]
+        callback.begin_group(0, workers)
         context = SimpleNamespace(get_node_id=lambda: "n0", get_accelerator_ids=lambda: {"GPU": [], **devices})
         monkeypatch.setattr(standby_process.ray, "get_runtime_context", lambda: context)
         sent = cloudpickle.loads(cloudpickle.dumps(callback))  # as to each worker
-        monkeypatch.setattr(loop_callback, "enter_run", lambda context: 1 / 0)
+        monkeypatch.setattr(worker_callbacks, "set_run_context", lambda context: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sent.after_init_train_context()
         assert [psutil.pid_exists(one.pid) for one in (before, elsewhere, another)] == [not devices, True, True]
@@ -260,24 +232,24 @@ def test_gloo_uses_the_interface_of_the_nodes_address_unless_another_is_named(mo
     name, address = next((name, one.address) for name, all_of_it in psutil.net_if_addrs().items() for one in all_of_it)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: address)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    loop_callback.use_node_address()
+    worker_callbacks.set_gloo_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == name
     assert dist.ProcessGroupGloo.create_device(interface=name) is not None, "torch accepts it"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    loop_callback.use_node_address()
+    worker_callbacks.set_gloo_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_other_devices_of_a_worker_are_shown_to_no_other_process() -> None:
-    assert not standby.may_replace(ScalingSettings(resources_per_worker={"CPU": 1, "neuron_cores": 1}), "torch")
+    assert not standby.can_use_standbys(ScalingSettings(resources_per_worker={"CPU": 1, "neuron_cores": 1}), "torch")
 
 
 WARM_UP = """
 import os, sys
 from types import SimpleNamespace
 import ray
-from prefect_elastic_train.elastic import standby_process as warming
-warming.about = lambda: (1, None)
+from prefect_elastic_train.worker import standby_process as warming
+warming.process_state = lambda: (1, None)
 ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
 assert warming.warm_up("", sys.argv[1], 2) == (1, None)
 assert os.environ["OMP_NUM_THREADS"] == "2"

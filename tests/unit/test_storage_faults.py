@@ -1,4 +1,4 @@
-"""What the exceptions of a storage's clients say of it, and what is repeated because of them."""
+"""Faults that exceptions of storage clients show, and the retries because of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from s3fs.errors import translate_boto_error
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
-from prefect_elastic_train.driver.endings import end_by_error
+from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.storage import retries as retries_module
-from prefect_elastic_train.storage.faults import Fault, diagnose
+from prefect_elastic_train.storage.fault_classes import Fault, diagnose
 from prefect_elastic_train.storage.opening import open_storage
-from prefect_elastic_train.storage.retries import Retries, Waits, take_waits, waiting_since
+from prefect_elastic_train.storage.retries import Retries, Waits, collect_waits, waiting_since
 from tests.support.processes import wait_for
 
 
@@ -39,7 +39,7 @@ from tests.support.processes import wait_for
 def _no_waits_so_far() -> None:
     # The other parts of an upload that was refused, in a test before, may still wait in this process.
     wait_for(lambda: waiting_since() is None, 30, "operations of other tests to end")
-    take_waits()
+    collect_waits()
 
 
 def _refusal(code: str, status: int) -> ClientError:
@@ -200,7 +200,7 @@ in_both_ways = pytest.mark.parametrize("call", [Retries.call, _call_async], ids=
 def test_what_passes_is_repeated_until_it_succeeds(call: Any) -> None:
     operation = _Flaky(2)
     assert call(Retries(30), "do it", operation) == "done"
-    assert (operation.calls, take_waits().tries, waiting_since()) == (3, 2, None)
+    assert (operation.calls, collect_waits().tries, waiting_since()) == (3, 2, None)
 
 
 @in_both_ways
@@ -210,11 +210,11 @@ def test_what_is_permanent_is_said_at_once_with_what_to_do(call: Any) -> None:
         call(Retries(60, "s3://bucket/runs"), "write a/b.json", operation)
     assert (operation.calls, time.monotonic() - started < 5) == (1, True)
     assert (caught.value.kind, caught.value.permanent) == ("credentials", True)
-    assert end_by_error(caught.value, HERE).outcome is Outcome.STORAGE_ERROR
-    for words in ("s3://bucket/runs", "cannot write a/b.json", "credentials", "as the store says", "To go on, give"):
+    assert final_event_of_error(caught.value, HERE).outcome is Outcome.STORAGE_ERROR
+    for words in ("s3://bucket/runs", "cannot write a/b.json", "credentials", "as the store says", "To go on, set"):
         assert words in str(caught.value)
     assert isinstance(caught.value.__cause__, ClientError)
-    assert take_waits().tries == 0
+    assert collect_waits().tries == 0
 
 
 @in_both_ways
@@ -226,7 +226,7 @@ def test_repeating_ends_when_its_time_is_over(call: Any, seconds: float) -> None
     assert seconds <= time.monotonic() - started < 4
     assert 2 <= operation.calls <= 40 if seconds else operation.calls == 1
     assert (caught.value.kind, caught.value.permanent) == ("connection", False)
-    assert end_by_error(caught.value, HERE).outcome is Outcome.DRIVER_LOST, "which another driver may heal"
+    assert final_event_of_error(caught.value, HERE).outcome is Outcome.DRIVER_LOST, "which another driver may heal"
     for words in ("/mnt/runs", "cannot list commits", f"tried {operation.calls} times for ", "TimeoutError: slow"):
         assert words in str(caught.value)
 
@@ -237,7 +237,7 @@ def test_what_is_not_about_the_storage_is_raised_as_it_is(call: Any, error: Base
     with pytest.raises(type(error)) as caught:
         call(Retries(5), "do it", _Flaky(1, error))
     assert caught.value is error
-    assert take_waits().tries == 0
+    assert collect_waits().tries == 0
 
 
 def test_what_was_repeated_long_enough_is_not_repeated_again_around_it() -> None:
@@ -268,7 +268,7 @@ def _shown(error: BaseException | None) -> str:
 def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, call: Any, error: type[Exception], where: str
 ) -> None:
-    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(retries_module, "_REPORT_SECONDS", 0.0)
     settings = S3StorageSettings(
         bucket_path="bucket/runs",
         access_key_id="AKIAIOSFODNN7EXAMPLE",
@@ -292,11 +292,11 @@ def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
         for retries in (open_storage(settings).retries, open_storage(other).retries):
             assert SECRET not in repr(retries)
             with pytest.raises(StorageFaultError) as caught:
-                call(Retries(0.05, retries.where, retries.hidden), "do it", fail)
+                call(Retries(0.05, retries.storage, retries.secrets), "do it", fail)
             assert SECRET not in _shown(caught.value)
-            assert retries.where in str(caught.value)
+            assert retries.storage in str(caught.value)
             assert ("***" in str(caught.value)) == (where == "itself")
-            assert SECRET not in take_waits().last
+            assert SECRET not in collect_waits().last
     assert SECRET not in caplog.text
     assert ("does not answer" in caplog.text) == (error is TimeoutError)
 
@@ -306,7 +306,7 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 ) -> None:
     Retries(30).call("do it", _Flaky(1))
     assert caplog.records == []
-    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(retries_module, "_REPORT_SECONDS", 0.0)
     Retries(30, "/mnt/runs").call("write a", _Flaky(3, OSError(errno.EIO, "Input/output error")))
     (away,) = caplog.messages
     assert re.fullmatch("/mnt/runs does not answer for .*write a.*Input/output error.*", away)
@@ -327,17 +327,17 @@ def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_cou
     wait_for(lambda: waiting_since() is not None, 20, "the wait to begin")
     wait_for(lambda: len(calls) >= 16, 20, "a second try of each: the first ones are counted then")
     time.sleep(0.3)
-    first = take_waits()
+    first = collect_waits()
     ended.set()
     for thread in threads:
         thread.join()
-    second = take_waits()
+    second = collect_waits()
     assert first.seconds >= 0.25
     assert first.seconds + second.seconds <= time.monotonic() - started, "counted more than once"
     assert first.tries >= 8
     assert first.last.startswith("TimeoutError")
     assert waiting_since() is None
-    assert take_waits() == Waits()
+    assert collect_waits() == Waits()
 
 
 @pytest.mark.parametrize("permanent", [True, False])
@@ -349,4 +349,4 @@ def test_a_fault_keeps_what_it_says_on_its_way_between_processes(pickler: Any, p
     assert isinstance(copy, OSError)
     assert isinstance(copy, ElasticTrainError)
     assert diagnose(copy) == Fault("no space", permanent)
-    assert end_by_error(copy, HERE).outcome.retryable != permanent
+    assert final_event_of_error(copy, HERE).outcome.retryable != permanent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from prefect_elastic_train.blocks.lookup import chosen_block, plain_storage
+from prefect_elastic_train.blocks.lookup import chosen_block
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
@@ -31,7 +31,7 @@ SECRET = "hush-hush-hush"
     ],
 )
 def test_a_directory_and_a_url_name_a_storage_with_the_ambient_credentials(text: str, settings: Any) -> None:
-    assert plain_storage(chosen_block("storage", text)) == settings
+    assert chosen_block("storage", text).plain() == settings
 
 
 @pytest.mark.parametrize("text", ["s3://", "gs://", f"s3://AKIA:x/{SECRET}/x@my-bucket/runs"])
@@ -70,9 +70,9 @@ def test_what_is_opened_repeats_for_as_long_as_it_is_told() -> None:
     assert open_storage(settings).run("mnist").retries.seconds == 77
     assert open_storage(settings, retry_seconds=5).run("mnist").retries.seconds == 5
     run = open_storage(settings).run("mnist")
-    assert run.impatient(3).retries.seconds == 3
-    assert run.impatient(100).retries.seconds == 77
-    assert run.impatient(3).path == run.path
+    assert run.with_retry_limit(3).retries.seconds == 3
+    assert run.with_retry_limit(100).retries.seconds == 77
+    assert run.with_retry_limit(3).path == run.path
 
 
 @pytest.mark.parametrize(

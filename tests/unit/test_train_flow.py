@@ -11,7 +11,12 @@ from prefect.utilities.callables import parameter_schema
 
 from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, absolute, check_named_loop, named_loop
+from prefect_elastic_train.orchestration.train_loops import (
+    LOOP_PATTERN,
+    absolute_loop_name,
+    check_loop_name,
+    load_named_loop,
+)
 
 
 @pytest.fixture
@@ -28,13 +33,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_loop_is_named_by_an_import_path_or_by_a_file_which_is_run_once(folder: Path) -> None:
-    assert named_loop("my_project.loops:train_loop") == absolute("my_project.loops:train_loop")
+    assert load_named_loop("my_project.loops:train_loop") == absolute_loop_name("my_project.loops:train_loop")
     assert sys.path[0] == str(folder), "modules are looked for in the current folder"
-    loop = named_loop("scripts/train-it.py:Loops.loop")
+    loop = load_named_loop("scripts/train-it.py:Loops.loop")
     assert callable(loop)
     assert loop({}) == "beside"
-    assert named_loop("scripts/train-it.py:Loops.loop") is loop
-    assert absolute("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
+    assert load_named_loop("scripts/train-it.py:Loops.loop") is loop
+    assert absolute_loop_name("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
 
 
 @pytest.mark.parametrize("name", ["ending_as_file.py:train_loop", "ending_as_module:train_loop"])
@@ -42,7 +47,7 @@ def test_a_script_that_ends_the_program_is_refused(folder: Path, name: str) -> N
     file = f"{name.partition(':')[0].removesuffix('.py')}.py"
     (folder / file).write_text("import sys\n\n\ndef train_loop():\n    pass\n\n\nsys.exit(0)\n")
     with pytest.raises(ConfigurationError, match="cannot be imported: SystemExit: 0"):
-        check_named_loop(name)
+        check_loop_name(name)
 
 
 def test_a_form_takes_both_ways_to_name_a_loop_and_nothing_else() -> None:
@@ -71,13 +76,13 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> ElasticScaling:
 def test_a_saved_block_is_trained_with_by_name_and_one_that_is_unsaved_or_was_changed_as_it_is(
     saved: ElasticScaling,
 ) -> None:
-    assert train_flow._given(saved) == "elastic-scaling/lab"
+    assert train_flow._argument(saved) == "elastic-scaling/lab"
     for block in (RayCluster(), saved.model_copy(update={"max_workers": 8})):
-        assert train_flow._given(block) is block
+        assert train_flow._argument(block) is block
 
 
 def test_what_is_left_as_it_is_in_the_form_is_for_the_settings_to_say(saved: ElasticScaling) -> None:
-    given, default = train_flow._given, train_flow.DEFAULT_SCALING
+    given, default = train_flow._argument, train_flow.DEFAULT_SCALING
     assert given(default, default) is None
     assert given(ElasticScaling(), default) is None, "as it comes back from a server"
     other = ElasticScaling(max_workers=2)

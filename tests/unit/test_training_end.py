@@ -28,14 +28,14 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
+from prefect_elastic_train import ElasticScaling, FailureBudget
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, WorkerFailed
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
-from prefect_elastic_train.core.settings import FailureSettings
-from prefect_elastic_train.orchestration import flow_runs, task
-from prefect_elastic_train.orchestration import training as training_of
-from prefect_elastic_train.orchestration.publisher import Publisher
-from prefect_elastic_train.orchestration.task import elastic_train
-from prefect_elastic_train.orchestration.training import End, SilentEndError, Stop, Training, ending_of
+from prefect_elastic_train.orchestration import flow_run_state, task
+from prefect_elastic_train.orchestration import supervision as training_of
+from prefect_elastic_train.orchestration.report_publisher import Publisher
+from prefect_elastic_train.orchestration.supervision import End, SilentEndError, Stop, Training, classify_end
+from prefect_elastic_train.orchestration.task import elastic_train, make_training
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import alive, wait_for
 from tests.unit.support import REPOSITORY
@@ -67,10 +67,10 @@ def _loop() -> None:
 def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
     error: BaseException, wanted: bool, end: End | None
 ) -> None:
-    ending = ending_of(error, False, lambda: wanted)
+    ending = classify_end(error, False, lambda: wanted)
     assert (ending[0] if ending else None) is end
-    detached = ending_of(error, True, lambda: wanted)
-    assert (detached[0] if detached else None) is (End.LEFT if end else None)
+    detached = classify_end(error, True, lambda: wanted)
+    assert (detached[0] if detached else None) is (End.DETACHED if end else None)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     reason: BaseException, terminated: bool, wanted: bool, goes_on: bool
 ) -> None:
-    training: Any = elastic_train.ask(_loop)
-    training._is_end_wanted = lambda: wanted
+    training: Any = make_training(_loop)
+    training._is_end_requested = lambda: wanted
     training._terminations -= terminated
-    assert training._leaves_job(reason) is training._detached is goes_on
+    assert training.keeps_job(reason) is training._is_detached is goes_on
 
 
 class _Runtime(Counter[str]):
@@ -103,10 +103,14 @@ class _Runtime(Counter[str]):
 
 def _waiting(runtime: _Runtime, **arguments: Any) -> Any:
     """A training whose first attempt has ended, and whose cluster waits for the next one."""
-    training: Any = elastic_train.ask(_loop, **arguments)
-    training._begin(in_task=False)
+    training: Any = make_training(_loop, **arguments)
+    training._start()
     training._runtime = runtime
     return training
+
+
+def _use_budget(training: Any, **budget: float) -> None:
+    training.blocks = training.blocks._replace(failures=FailureBudget(**budget))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -116,13 +120,13 @@ def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goe
     training = _waiting(runtime)
     training._may_detach = lambda reason: goes_on
     if between:
-        training.end(KeyboardInterrupt())
-        assert runtime == ({"close": 1} if goes_on else {"end_jobs": 1, "close": 1})
+        training.close(KeyboardInterrupt())
+        assert runtime == ({"close": 1} if goes_on else {"stop_job": 1, "close": 1})
         return
     runtime.wait = lambda seconds: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        training._pause(runtime)
-    assert runtime == ({} if goes_on else {"end_jobs": 1})
+        training._wait_before_restart(runtime)
+    assert runtime == ({} if goes_on else {"stop_job": 1})
 
 
 @pytest.mark.parametrize("commits", [False, True])
@@ -138,12 +142,15 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 
     def run_attempt(spec: Any) -> AttemptEnded:
         if commits:
-            training._take(CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1))
+            training.on_event(
+                CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1), False
+            )
         return next(ends)
 
     runtime.run_attempt, runtime.wait = run_attempt, waits.append
     training = _waiting(runtime)
-    training.failures, training._left = FailureSettings(driver_restart_delay_seconds=40, driver_restarts=3), 3
+    _use_budget(training, driver_restart_delay_seconds=40, driver_restarts=3)
+    training._restarts_left = 3
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
 
@@ -165,31 +172,30 @@ def test_a_driver_that_follows_while_the_api_is_away_gets_the_blocks_of_the_one_
     training = _waiting(_Runtime())
     notes: list[str] = []
     training._log.note = lambda text, level: notes.append(text)
-    before = training._driver_spec()
+    training.saved_blocks = {"scaling": "elastic-scaling/lab"}
+    before = training._next_spec()
 
     def away(*_: Any) -> Any:
         raise ConnectionError("no answer")
 
-    monkeypatch.setattr(training_of, "driver_spec", away)
+    monkeypatch.setattr(training_of, "load_block", away)
     training.request = replace(training.request, begun=True)
-    assert training._driver_spec() == replace(before, request=training.request)
+    assert training._next_spec() == replace(before, request=training.request)
     assert "cannot be loaded now: ConnectionError: no answer. They are used as they were" in notes[0]
-    training._spec = None
-    with pytest.raises(AttemptFailedError, match="cannot be loaded now"):
-        training._driver_spec()
 
 
 def test_the_log_says_at_the_next_attempt_that_a_saved_block_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     training = _waiting(_Runtime())
     notes: list[str] = []
     training._log.note = notes.append
-    before = training._driver_spec()
-    training._driver_spec()
+    training.saved_blocks = {"scaling": "elastic-scaling/lab"}
+    monkeypatch.setattr(training_of, "load_block", lambda *_: ElasticScaling())
+    training._next_spec()
+    training._next_spec()
     assert notes == []
-    changed = replace(before, scaling=before.scaling.model_copy(update={"max_workers": 9}))
-    monkeypatch.setattr(training_of, "driver_spec", lambda *_: changed)
-    assert training._driver_spec().scaling.max_workers == 9
-    training._driver_spec()
+    monkeypatch.setattr(training_of, "load_block", lambda *_: ElasticScaling(max_workers=9))
+    assert training._next_spec().scaling.max_workers == 9
+    training._next_spec()
     assert notes == ["A saved block has changed since the previous attempt; this attempt uses the new values"]
 
 
@@ -201,17 +207,19 @@ def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_sti
 
     def run_attempt(spec: Any) -> AttemptEnded:
         if commits.pop(0):
-            training._take(CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1))
+            training.on_event(
+                CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1), False
+            )
         return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message="no cluster answers")
 
     runtime.run_attempt, runtime.wait = run_attempt, lambda seconds: None
     training = _waiting(runtime)
-    training.failures = FailureSettings(driver_restarts=2, forgive_after_seconds=0)
+    _use_budget(training, driver_restarts=2, forgive_after_seconds=0)
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
     task = SimpleNamespace(task_run=SimpleNamespace(run_count=2), task=SimpleNamespace(retries=1000))
     monkeypatch.setattr(training_of.TaskRunContext, "get", lambda: task)
-    training._left = 1000
+    training._restarts_left = 1000
     while commits:
         with pytest.raises(AttemptFailedError) as lost:
             training.attempt()
@@ -229,12 +237,14 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     _show(training, RunReport(run_name="mnist"))
 
     def run_attempt(spec: Any) -> AttemptEnded:
-        training._take(AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"))
-        training._take(WorkerFailed(errors={"0": broken, "1": raised}, retried=outcome is not Outcome.USER_ERROR))
+        training.on_event(AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"), False)
+        training.on_event(
+            WorkerFailed(errors={"0": broken, "1": raised}, retried=outcome is not Outcome.USER_ERROR), False
+        )
         return AttemptEnded(attempt=1, outcome=outcome, message="ValueError: the data is bad")
 
     runtime.run_attempt = run_attempt
-    monkeypatch.setattr(task, "_with_budget", lambda template, asked: lambda asked: training.attempt())
+    monkeypatch.setattr(task, "_configured", lambda template, asked: lambda asked: training.attempt())
     with pytest.raises(AttemptFailedError) as failed:
         elastic_train(_loop)
     assert str(failed.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
@@ -252,7 +262,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
     report = RunReport(run_name="mnist", attempt=1)
 
     def interrupted(training: Any) -> None:
-        training._begin(in_task=False)
+        training._start()
         training._runtime = runtime = _Runtime()
         runtime.close = stop_again
         _show(training, report)
@@ -261,7 +271,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
     def stop_again() -> None:
         raise TerminationSignal(signal=15)
 
-    monkeypatch.setattr(task, "_with_budget", lambda template, training: interrupted)
+    monkeypatch.setattr(task, "_configured", lambda template, training: interrupted)
     with pytest.raises(TerminationSignal):
         elastic_train(_loop)
     assert report.state == "cancelled"
@@ -271,7 +281,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
 def test_a_call_that_holds_an_event_loop_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
-    monkeypatch.setattr(task, "_with_budget", lambda template, training: lambda training: "trained")
+    monkeypatch.setattr(task, "_configured", lambda template, training: lambda training: "trained")
     monkeypatch.setattr(task, "get_run_logger", lambda: logging.getLogger("run"), raising=False)
 
     async def train() -> Any:
@@ -287,7 +297,7 @@ def test_a_call_that_holds_an_event_loop_says_so(
 def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any, marked: list[int]) -> None:
     ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
     client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
-    flow_runs.mark_cancelled(client, ids)
+    flow_run_state.mark_cancelled(client, ids)
     assert [str(call.args[0]) for call in client.set_flow_run_state.mock_calls] == [ids[number] for number in marked]
 
 
@@ -298,17 +308,17 @@ def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_somethi
     client.read_logs = lambda logs, **_: [
         SimpleNamespace(timestamp=datetime.fromtimestamp(at[logs.task_run_id.any_[0]]))
     ]
-    assert flow_runs.last_told_at(client, "mnist", [str(own)]) == 98
+    assert flow_run_state.last_log_time(client, "mnist", [str(own)]) == 98
 
 
 #: Starts a process that prints its process id, and is to exit with this one.
 _POOL = """
 import multiprocessing, os, sys, time
 from types import SimpleNamespace
-from prefect_elastic_train.orchestration.flow_runs import end_with_flow_process
+from prefect_elastic_train.orchestration.flow_run_state import exit_with_flow_process
 
 def work():
-    end_with_flow_process([SimpleNamespace(detached=word == "detached") for word in sys.argv[1:]])
+    exit_with_flow_process([SimpleNamespace(detached=word == "detached") for word in sys.argv[1:]])
     print(os.getpid(), flush=True)
     time.sleep(60)
 
@@ -341,11 +351,11 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
 
 
 class _Api(BaseHTTPRequestHandler):
-    """A Prefect API that knows three flow runs, and limits the rate for a while."""
+    """A Prefect API that knows three flow runs, and fails for a while."""
 
     protocol_version = "HTTP/1.1"  # keeps connections open
     connections: ClassVar[set[object]] = set()
-    requests: ClassVar[list[tuple[float, int]]] = []
+    requests: ClassVar[list[int]] = []
 
     def do_GET(self) -> None:
         self._answer(404, {})  # no CSRF token is needed
@@ -354,7 +364,7 @@ class _Api(BaseHTTPRequestHandler):
         wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["flow_runs"]["id"]["any_"]
         number = len(self.requests)
         status = 429 if 3 <= number < 7 else 200
-        self.requests.append((time.monotonic(), status))
+        self.requests.append(status)
         self.connections.add(self.client_address)
         states = [Running(), Running(), Cancelling() if number > 7 else Running()]
         runs = [FlowRun(id=one, flow_id=uuid4(), state=state) for one, state in zip(wanted, states, strict=True)]
@@ -372,13 +382,13 @@ class _Api(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_all_flow_runs_around_a_training_are_one_request_and_an_api_that_is_used_too_much_gets_fewer() -> None:
+def test_all_flow_runs_around_a_training_are_one_request_and_errors_of_the_api_end_no_training() -> None:
     ids = [str(uuid4()) for _ in range(3)]
     with ThreadingHTTPServer(("127.0.0.1", 0), _Api) as api:
         threading.Thread(target=api.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{api.server_port}/api"
         with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0}):
-            watch = flow_runs.FlowRunWatch(ids, 0.2)
+            watch = flow_run_state.FlowRunWatch(ids, 0.2)
             wait_for(lambda: len(_Api.requests) >= 3, 10, "three looks")
             assert len(_Api.connections) == 1
             assert watch.ended == ""
@@ -386,5 +396,3 @@ def test_all_flow_runs_around_a_training_are_one_request_and_an_api_that_is_used
         watch.close()
         api.shutdown()
     assert watch.ended == ids[-1]
-    (first, _), (second, _) = _Api.requests[5:7]
-    assert second - first > 0.6, "four times the interval"

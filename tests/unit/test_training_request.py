@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,13 +31,13 @@ from prefect_elastic_train import (
     RayCluster,
     S3Storage,
 )
+from prefect_elastic_train.blocks import lookup
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
-from prefect_elastic_train.driver.fit import make_datasets
-from prefect_elastic_train.orchestration import arguments
-from prefect_elastic_train.orchestration.arguments import driver_spec
-from prefect_elastic_train.orchestration.task import _elastic_train_task, _with_budget, elastic_train
-from prefect_elastic_train.orchestration.training import error_of
+from prefect_elastic_train.driver.user_code import make_datasets
+from prefect_elastic_train.orchestration.arguments import TrainOptions, driver_spec
+from prefect_elastic_train.orchestration.supervision import attempt_error
+from prefect_elastic_train.orchestration.task import _configured, _elastic_train_task, elastic_train, make_training
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -83,9 +85,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: "-".join(value)[:40])
 def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        elastic_train.ask(**{"train_loop": loop, **arguments})
+        make_training(**{"train_loop": loop, **arguments})
     for word in words:
         assert word in str(refused.value)
+
+
+def test_each_option_is_documented() -> None:
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(elastic_train) or "", re.MULTILINE)
+    assert documented[: len(TrainOptions.__annotations__) + 1] == ["train_loop", *TrainOptions.__annotations__]
 
 
 def test_an_argument_that_there_is_none_of_is_refused_as_pythons_functions_do() -> None:
@@ -95,7 +102,7 @@ def test_an_argument_that_there_is_none_of_is_refused_as_pythons_functions_do() 
 
 def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    training, other = elastic_train.ask(train_loop=loop), elastic_train.ask(train_loop=loop)
+    training, other = make_training(train_loop=loop), make_training(train_loop=loop)
     spec = driver_spec(training.request, training.blocks)
     assert spec.request.run_name.startswith("loop-")
     assert spec.request.run_name != other.request.run_name
@@ -113,7 +120,7 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
         "jax_config": "j",
     }
     asked = {"run_name": "mnist", "resume_from": "base@best", "worker_runtime_env": {"env_vars": {"A": "1"}}}
-    training = elastic_train.ask(
+    training = make_training(
         **of_the_user,
         **asked,
         framework="jax",
@@ -143,7 +150,7 @@ def test_datasets_are_made_with_the_settings_of_ray_data_in_the_flow_process(mon
     context = DataContext.get_current()
     before = context.target_max_block_size
     monkeypatch.setattr(context, "target_max_block_size", 7)
-    asked = elastic_train.ask(loop, datasets=lambda: {"bytes": DataContext.get_current().target_max_block_size})
+    asked = make_training(loop, datasets=lambda: {"bytes": DataContext.get_current().target_max_block_size})
     monkeypatch.setattr(context, "target_max_block_size", before)  # a driver is another process
     assert make_datasets(pickle.loads(asked.request.payload)) == {"bytes": 7}
 
@@ -165,7 +172,7 @@ def test_datasets_are_made_with_the_settings_of_ray_data_in_the_flow_process(mon
     ],
 )
 def test_datasets_and_a_validation_need_cpus_beside_those_of_the_workers(arguments: dict[str, Any], cpus: int) -> None:
-    assert elastic_train.ask(train_loop=loop, **arguments).request.cpus_beside == cpus
+    assert make_training(train_loop=loop, **arguments).request.cpus_beside == cpus
 
 
 @dataclass
@@ -184,33 +191,44 @@ class Model(BaseModel):
     ids=["dataclass", "pydantic", "list"],
 )
 def test_a_config_may_be_of_any_type_and_its_fields_are_compared_by_name(config: Any, keys: list[str]) -> None:
-    request = elastic_train.ask(loop, train_loop_config=config).request
+    request = make_training(loop, train_loop_config=config).request
     assert pickle.loads(request.payload).train_loop_config == config
     assert list(request.fingerprint.config) == keys
     assert request.totals == ({"max_steps": 9} if "max_steps" in keys else {})
     assert request.fingerprint.opaque == {}
 
 
-def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "default_block_name", lambda argument: "elastic-scaling/lab")
-    saved = ElasticScaling()
-    saved._block_document_name = "lab"
-    monkeypatch.setattr(arguments.lookup, "chosen_block", lambda *arguments: saved)
-    assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
-    assert arguments.given_blocks(scaling="lab") == {"scaling": "lab"}
+@pytest.mark.parametrize(
+    ("scaling", "is_reloaded"),
+    [(None, True), ("lab", True), (ElasticScaling(), False)],
+    ids=["setting", "name", "block"],
+)
+def test_a_saved_block_is_loaded_again_at_each_attempt_unless_the_call_passed_it_as_a_block(
+    monkeypatch: pytest.MonkeyPatch, scaling: Any, is_reloaded: bool
+) -> None:
+    saved = scaling if isinstance(scaling, ElasticScaling) else ElasticScaling()
+    saved._block_document_name, saved._is_anonymous = "lab", False
+    chosen = lookup.chosen_block
+    monkeypatch.setattr(
+        lookup, "chosen_block", lambda argument, name: saved if argument == "scaling" else chosen(argument, name)
+    )
+    training = make_training(loop, scaling=scaling)
+    assert training.blocks.scaling is saved
+    assert training.saved_blocks == ({"scaling": "elastic-scaling/lab"} if is_reloaded else {})
 
 
 def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = arguments.given_blocks(storage="./runs")["storage"]
+    directory = make_training(loop, storage="./runs").blocks.storage
     monkeypatch.chdir("/")
-    assert isinstance(found, LocalStorage)
-    assert arguments.load_given("storage", found).path == str(tmp_path / "runs")
-    training = elastic_train.ask(loop, storage=Path("runs"))  # never the name of a block, unlike a str
-    assert arguments.load_given("storage", training.blocks["storage"]).path == "/runs"
-    bucket = arguments.given_blocks(storage="s3://bucket/prefix")["storage"]
+    assert isinstance(directory, LocalStorage)
+    assert directory.path == str(tmp_path / "runs")
+    directory = make_training(loop, storage=Path("runs")).blocks.storage  # never the name of a block, unlike a str
+    assert isinstance(directory, LocalStorage)
+    assert directory.path == "/runs"
+    bucket = make_training(loop, storage="s3://bucket/prefix").blocks.storage
     assert isinstance(bucket, S3Storage)
     assert bucket.bucket_path == "bucket/prefix"
 
@@ -223,16 +241,15 @@ def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(
     monkeypatch.setattr(_elastic_train_task, "retry_delay_seconds", 600)
     budget = {"driver_restart_delay_seconds": 100, "forgive_after_seconds": forgiving}
     failures = FailureBudget(driver_restarts=restarts, **budget)
-    training = elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist")
-    task = _with_budget(_elastic_train_task, training)
+    training = make_training(train_loop=loop, failures=failures, run_name="mnist")
+    task = _configured(_elastic_train_task, training)
     assert (task.retries, task.retry_delay_seconds) == (retries, 0)
-    assert training.failures == failures
     assert (task.retry_condition_fn, task.task_run_name) == (may_retry, "mnist")
 
 
 def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> None:
-    error = error_of("mnist", AttemptEnded(attempt=3, outcome=Outcome.CLUSTER_LOST, message="the head died"))
+    error = attempt_error("mnist", AttemptEnded(attempt=3, outcome=Outcome.CLUSTER_LOST, message="the head died"))
     assert str(error) == "training 'mnist', attempt 3: cluster_lost: the head died"
     assert (error.outcome, error.attempt, error.final, error.retryable) == (Outcome.CLUSTER_LOST, 3, False, True)
-    before = error_of("mnist", AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
+    before = attempt_error("mnist", AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
     assert (str(before), before.retryable) == ("training 'mnist', the driver: driver_lost: gone", False)

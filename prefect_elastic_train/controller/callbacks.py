@@ -1,0 +1,344 @@
+"""The controller's callback: turns Ray Train's callbacks into events, and deletes interrupted uploads.
+
+An exception in a callback ends the training. So this callback logs and counts its own exceptions and raises only those
+that end the attempt or fail the worker group: a lost fence, a loop that hangs, an ignored checkpoint.
+
+Uses ``ray.train.v2._internal``: the public ``UserCallback`` gets neither states nor sizes nor decisions, and runs
+after Ray has written its snapshot.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ray.train import WorkerGroupError
+from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
+
+from prefect_elastic_train.controller.controller_state import ControllerState
+from prefect_elastic_train.controller.failures import permanent_reason
+from prefect_elastic_train.controller.worker_queries import query_workers
+from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.causes import distinct_errors
+from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.core.ray_output import tag_own_records
+from prefect_elastic_train.core.size_limits import bounded_metrics
+from prefect_elastic_train.runs import commits
+from prefect_elastic_train.runs.repair import remove_leftovers
+from prefect_elastic_train.runs.run_directory import SEED_COMMIT
+from prefect_elastic_train.storage.retries import Waits, collect_waits, waiting_since
+from prefect_elastic_train.worker.loop_inspection import collect_commit_report
+from prefect_elastic_train.worker.rank_failures import failure_text
+from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_ERRORS = 10  # exceptions of this callback that are logged with their traceback
+_REPORT_QUERY_SECONDS = 1.0  # for the ranks' reports after a commit; the controller waits meanwhile
+_LEAST_STALL_SECONDS = 0.01  # that is published
+
+#: Seconds between warnings about a controller that stays in one state, and after which it counts as hung, unless
+#: validations may still run. Ray gives up a runtime environment after 600 s, but restarts a process that does not boot
+#: without a limit.
+_SLOW_SECONDS = 60.0
+_HUNG_SECONDS = 900.0
+_SLOW_STATES = {
+    "SCHEDULING": "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) show the reason",
+    "SHUTTING_DOWN": "shutting down; validations may still run, which ValidationTaskConfig(timeout_s=...) limits",
+}
+
+
+def _suppress_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a callback method: log and count its exceptions instead of raising them.
+
+    Two exceptions are raised: FencedOffError, which ends the attempt, and WorkerGroupError, which fails the worker
+    group.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: RunCallback, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (commits.FencedOffError, WorkerGroupError):
+            raise
+        except Exception:
+            self.errors += 1
+            if self.errors <= _MAX_LOGGED_ERRORS:
+                logger.warning("%s failed; training goes on", method.__name__, exc_info=True)
+            return None
+
+    return wrapper
+
+
+class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
+    """Callback of Ray Train in the controller, which publishes the progress of an attempt to the driver.
+
+    Attributes:
+        errors: Number of exceptions that this callback has suppressed.
+    """
+
+    def __init__(self, state: ControllerState, hooks: WorkerHooks) -> None:
+        self.errors = 0
+        self._state = state
+        self._hooks = hooks
+        self._store = state.settings.store
+        self._attempt = state.settings.context.attempt
+        self._workers: list[Any] = []  # workers of the worker group that trains
+        self._previous_workers: list[tuple[str, int]] = []  # node and process id of each
+        self._drain_commit_count = 0  # when the drain of a node was last checked
+        self._reports_since_checkpoint = 0
+        self._state_name = "INITIALIZING"
+        self._state_since = time.time()
+        self._turned_at = time.monotonic()  # time of the control loop's last turn
+
+    @_suppress_errors
+    def after_controller_start(self, train_run_context: Any) -> None:
+        tag_own_records()
+        self._state.timing.restart()
+        closed = self._state.sender.closed
+        threading.Thread(target=self._send_heartbeats, args=(closed,), daemon=True).start()
+
+    @_suppress_errors
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Publish the controller's state if it has changed. Ray Train calls this at each poll, also if it has not."""
+        self._turned_at = time.monotonic()
+        name = current_state._state_type.state_name
+        if name != self._state_name:
+            self._state_name = name
+            self._state_since = time.time()
+            self._state.is_draining = name == "PREEMPTING"
+            self._state.publish(ev.StateChanged(state=name))
+
+    @_suppress_errors
+    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
+        """Publish the resize of a healthy worker group. If no worker group runs, publish nothing.
+
+        Raises:
+            FencedOffError: Another attempt has taken over the run.
+        """
+        self._check_fence()
+        if not self._workers:
+            return
+        self._state.timing.restart()
+        self._state.publish(
+            ev.WorkerGroupResized(
+                old_size=len(self._workers),
+                new_size=resize_decision.num_workers,
+                reason=getattr(resize_decision, "reason", ""),
+                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+                reports_lost=self._reports_since_checkpoint,
+            )
+        )
+
+    @_suppress_errors
+    def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
+        """Publish the failure or the preemption of a worker group.
+
+        Raises:
+            FencedOffError: Another attempt has taken over the run, which may have made the worker group fail.
+        """
+        self._check_fence()
+        state = self._state
+        failures = state.failures
+        state.failures = {}
+        if not failures and not state.is_draining:
+            return
+        state.group_failures += 1
+        state.timing.restart()
+        is_preempted = state.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
+        errors, also = distinct_errors({rank: failure_text(failure) for rank, failure in failures.items()})
+        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
+        state.publish(
+            event_type(
+                errors=errors,
+                also=also,
+                retried=failure_decision is FailureDecision.RETRY,
+                gives_up=permanent_reason(failures.values()) or "the budget is exhausted",
+                reports_lost=self._reports_since_checkpoint,
+                left=state.failures_left,
+            )
+        )
+
+    @_suppress_errors
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Delete checkpoint files and unfinished uploads of interrupted saves. No worker runs at this time."""
+        self._state.timing.mark("decision")
+        with suppress(commits.FencedOffError):  # the next decision ends this attempt
+            removed = remove_leftovers(self._store, self._attempt)
+            commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must go on
+            self._store.abandon_uploads()
+            if removed:
+                logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
+        self._state.timing.mark("cleanup")
+
+    @_suppress_errors
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Prepare the worker hooks for the next worker group. Ray Train copies them to the workers after this call."""
+        before = self._state.settings.context.failures
+        self._hooks.begin_group(before + self._state.group_failures, self._previous_workers)
+        return {}
+
+    @_suppress_errors
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        state = self._state
+        self._workers = worker_group.get_workers()
+        self._previous_workers = [(worker.metadata.node_id, worker.metadata.pid) for worker in self._workers]
+        self._reports_since_checkpoint = 0
+        self._drain_commit_count = 0
+        state.commit_count = 0
+        state.budget.begin_group()
+        latest = state.commits.latest
+        state.checkpoint = latest.name if latest else ""
+        # The counters of another run, from which this one was started, are not comparable.
+        metrics = latest.metrics if latest and latest.commit != SEED_COMMIT else {}
+        state.loops.begin_group(self._workers, loop_name(state.checkpoint), metrics)
+        ranks = {
+            f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
+            for worker in self._workers
+        }
+        state.timing.mark("process group")
+        state.publish(
+            ev.WorkerGroupStarted(
+                world_size=len(ranks), checkpoint=state.checkpoint, ranks=ranks, parts=state.timing.phases
+            )
+        )
+
+    @_suppress_errors
+    def check_reports(self, statuses: Sequence[Any]) -> None:
+        """Check the status of each rank before Ray Train handles its report. The worker group calls this at each poll.
+
+        Raises:
+            WorkerGroupError: The worker group has to fail, since its loop hangs or has ignored its checkpoint.
+        """
+        failure = self._state.loops.check(statuses)
+        if failure:
+            raise failure
+
+    @_suppress_errors
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Store the errors of the ranks for a failure decision that follows the poll.
+
+        If a node of the worker group is draining and a checkpoint was committed since, restart the worker group at
+        once.
+        """
+        # The errors of the statuses have tracebacks. Those in Ray's exception have lost them.
+        self._state.failures = {
+            rank: status.error
+            for rank, status in worker_group_status.worker_statuses.items()
+            if status.error is not None
+        }
+        preemption = worker_group_status.get_preemption_info()
+        if preemption is None:
+            self._drain_commit_count = self._state.commit_count
+        elif self._state.commit_count > self._drain_commit_count:
+            self._drain_commit_count = self._state.commit_count
+            self._restart_before_deadline(preemption)
+
+    @_suppress_errors
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        self._workers = []
+        self._state.budget.end_group()
+
+    @_suppress_errors
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        self._state.timing.mark("shutdown")
+
+    @_suppress_errors
+    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
+        """Publish the metrics of rank 0 from a report. If the report has a checkpoint, publish its commit.
+
+        Ray has written its snapshot, and so the commit, before it calls this.
+        """
+        state = self._state
+        checkpoint = training_report.checkpoint
+        world_size = len(self._workers)
+        rank_zero = bounded_metrics(metrics[0], state.settings.score_attribute) if metrics else {}
+        if not checkpoint:
+            self._reports_since_checkpoint += 1
+            state.publish(ev.Reported(metrics=rank_zero, world_size=world_size))
+            return
+        name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
+        state.checkpoint = name
+        state.commit_count += 1
+        self._reports_since_checkpoint = 0
+        if not state.loops.ignored:  # otherwise it repeats earlier work
+            state.budget.commit()
+        latest = state.commits.latest
+        size_bytes = latest.size_bytes if latest and latest.name == name else 0
+        state.publish(
+            ev.CheckpointCommitted(checkpoint=name, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size)
+        )
+        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS)
+        self._publish_waits("ranks", [report.waits for report in reports.values()])
+        stalled = max((report.stalled for report in reports.values()), default=0.0)
+        if stalled >= _LEAST_STALL_SECONDS:
+            state.publish(ev.CheckpointStalled(seconds=round(stalled, 3)))
+        if 0 in reports and reports[0].save_plan:
+            state.publish(ev.SavesPlanned(plan=reports[0].save_plan))
+
+    @_suppress_errors
+    def after_controller_finish(self, result: Any) -> None:
+        self._stop_sending(timeout_seconds=3.0)
+
+    @_suppress_errors
+    def before_controller_abort(self) -> None:
+        self._stop_sending(timeout_seconds=1.0)
+
+    def _restart_before_deadline(self, preemption: Any) -> None:
+        """Restart the worker group of a draining node at once, by moving the drain's deadline into the past.
+
+        The work is committed, and each further step until the deadline would be done again. Ray waits for the deadline,
+        and uses the earliest one that a worker was notified of.
+        """
+        grace_seconds = self._state.settings.failures.preemption_grace_seconds
+        expired = type(preemption)(
+            deadline_ms=int((time.time() - grace_seconds) * 1000),
+            preempted_node_to_ranks=preemption.preempted_node_to_ranks,
+        )
+        for worker in self._workers:
+            worker.actor.mark_preempt.remote(expired)
+
+    def _check_fence(self) -> None:
+        """Raise FencedOffError if another attempt has taken over the run. Errors of the storage are only counted."""
+        try:
+            commits.check_fence(self._store, self._attempt)
+        except OSError:
+            self.errors += 1
+
+    def _publish_waits(self, who: str, waits: Sequence[Waits]) -> None:
+        tries = sum(waited.tries for waited in waits)
+        if tries:
+            longest = max(waits, key=lambda waited: waited.seconds)
+            self._state.publish(
+                ev.StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last)
+            )
+
+    def _stop_sending(self, timeout_seconds: float) -> None:
+        self._publish_waits("controller", [collect_waits()])
+        self._state.sender.close(timeout_seconds)
+
+    def _send_heartbeats(self, closed: threading.Event) -> None:
+        while not closed.wait(ev.ALIVE_SECONDS):
+            waiting = waiting_since()
+            if waiting is not None:
+                heartbeat = ev.ControllerAlive(doing="waiting for the storage", seconds=time.monotonic() - waiting)
+            else:
+                self._publish_waits("controller", [collect_waits()])
+                heartbeat = ev.ControllerAlive(doing=self._state_name, seconds=time.time() - self._state_since)
+                stuck_seconds = time.monotonic() - self._turned_at
+                if stuck_seconds > _SLOW_SECONDS:
+                    doing = _SLOW_STATES.get(self._state_name, self._state_name.lower())
+                    heartbeat = heartbeat.model_copy(update={"doing": doing})
+                    if stuck_seconds % _SLOW_SECONDS < ev.ALIVE_SECONDS:
+                        logger.warning("No worker trains after %.0f s of %s", stuck_seconds, doing)
+                    if stuck_seconds > _HUNG_SECONDS and self._state_name != "SHUTTING_DOWN":
+                        continue  # without heartbeats the driver is replaced
+            self._state.publish(heartbeat)

@@ -1,0 +1,102 @@
+"""A queue that sends events from the controller to the driver. It never blocks training, and drops progress events."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from prefect_elastic_train.core.events import Event, encode_event
+
+logger = logging.getLogger(__name__)
+
+_MAX_DROPPABLE = 1000
+_SEND_TIMEOUT_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
+
+
+class ReceiverAddress(NamedTuple):
+    """The address of the driver's event receiver: a port on the loopback interface, and the key that it expects."""
+
+    port: int
+    key: str
+
+
+class EventQueue:
+    """Writes events one after the other in a thread.
+
+    While the queue is long, it drops progress events. It logs their number at the end. ``write`` takes an encoded event
+    as a line without its line break, and returns False if the same line should be written again.
+    """
+
+    def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
+        self._write = write
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._dropped = 0
+        self.closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        """Add an event to the queue, unless the queue is closed, or it is long and the event is a progress event.
+
+        This method neither fails nor blocks.
+        """
+        if event.droppable and self._events.unfinished_tasks >= _MAX_DROPPABLE:
+            self._dropped += 1
+        elif not self.closed.is_set():
+            self._events.put(event)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Accept no more events, and wait up to a time limit until all queued events are written."""
+        if self._dropped and not self.closed.is_set():
+            logger.warning("%d events were dropped", self._dropped)
+        self.closed.set()
+        self._events.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        for event in iter(self._events.get, None):
+            try:
+                line = encode_event(event).encode(errors="replace")
+            except Exception:
+                logger.warning("an event of kind %s could not be sent", event.kind, exc_info=True)
+                line = b""  # it must not block the others
+            while line and not self._write(line):
+                time.sleep(_RETRY_SECONDS)
+            self._events.task_done()
+
+
+class EventSender(EventQueue):
+    """Sends events from the controller's process to the driver over a socket. It never raises and never blocks."""
+
+    def __init__(self, receiver: ReceiverAddress) -> None:
+        self._receiver = receiver
+        self._connection: socket.socket | None = None
+        super().__init__(self._write_line, "elastic-train-sender")
+
+    def close(self, timeout_seconds: float = 3.0) -> None:
+        super().close(timeout_seconds)
+        self._disconnect()
+
+    def _write_line(self, line: bytes) -> bool:
+        try:
+            if self._connection is None:
+                address = ("127.0.0.1", self._receiver.port)
+                self._connection = socket.create_connection(address, timeout=_SEND_TIMEOUT_SECONDS)
+                self._connection.sendall(f"{self._receiver.key}\n".encode())
+            self._connection.sendall(line + b"\n")
+        except OSError:
+            self._disconnect()
+            return False
+        return True
+
+    def _disconnect(self) -> None:
+        connection = self._connection
+        self._connection = None
+        if connection is not None:
+            connection.close()

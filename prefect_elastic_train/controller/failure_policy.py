@@ -1,0 +1,52 @@
+"""The failure policy of a run: whether a failed worker group is restarted, and against which budget it counts.
+
+Uses ``ray.train.v2._internal``, since Ray has no public way to replace a failure policy.
+"""
+
+from __future__ import annotations
+
+from ray.train import ControllerError, PreemptionError, PreemptionInfo, TrainingFailedError, WorkerGroupError
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
+from ray.train.v2.api.config import FailureConfig
+
+from prefect_elastic_train.controller.controller_state import ControllerState
+from prefect_elastic_train.controller.failures import permanent_reason
+
+
+class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
+    """Ray Train's failure policy for a run, with these differences.
+
+    - A failure while a node drains counts as a preemption. The node may be lost before its deadline, and the surviving
+      ranks see a broken connection first. A loop with an error of its own raises it again after the restart.
+    - A storage that refuses permanently and a loop that ignores its checkpoint end the training at once: both would do
+      so again.
+    - A failure stops counting once enough training after it has been committed.
+    """
+
+    def __init__(self, failure_config: FailureConfig, state: ControllerState) -> None:
+        super().__init__(failure_config)
+        self._state = state
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Return the decision to start another worker group after a failure or to end the training.
+
+        Records the failure against its budget: that of worker group failures or that of preemptions.
+        """
+        state = self._state
+        if isinstance(training_failed_error, ControllerError):
+            state.start_failure = training_failed_error.controller_failure
+        if isinstance(training_failed_error, WorkerGroupError):
+            state.failures = state.failures or training_failed_error.worker_failures
+            if permanent_reason(training_failed_error.worker_failures.values()):
+                return FailureDecision.RAISE
+            if state.is_draining:
+                training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
+        if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
+            kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
+            counting = state.budget.record_failure(kind)
+            config = self.failure_config
+            setattr(self, f"_{kind}_failures", counting)
+            limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
+            state.failures_left = max(0, limit - counting - 1) if limit >= 0 else None
+        return super().make_decision(training_failed_error)

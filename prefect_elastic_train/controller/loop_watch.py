@@ -1,0 +1,191 @@
+"""Checks of the loops of a worker group: that they resume, save and report, and do not wait for other ranks forever.
+
+A loop that starts from the beginning although a checkpoint exists trains as if nothing were wrong, and so does one that
+never saves. The controller checks each report before Ray Train handles it, so that it can stop a loop before that loop
+replaces a checkpoint that it has ignored. A loop that hangs fails its worker group; Ray's own detector watches only
+NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray.train import WorkerGroupError
+
+from prefect_elastic_train.controller.failures import HungLoopError, IgnoredCheckpointError
+from prefect_elastic_train.controller.worker_queries import query_workers
+from prefect_elastic_train.core.causes import format_ranks
+from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
+
+_LOOP_QUERY_SECONDS = 5.0  # for the ranks' answers
+_STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
+#: A loop without any checkpoint is reported after so many reports, if they took so long or its workers exit.
+_UNSAVED_REPORTS = 10
+_UNSAVED_SECONDS = 30.0
+_WAIT_SECONDS = 45.0  # after which a rank that waits for the others is reported
+_COUNTERS = ("global_step", "epoch", "iteration", "step")  # metrics that count progress, most significant first
+
+
+class LoopWatch:
+    """Checks the train loops of the worker groups, in the controller: that they restore, save, report, and do not hang.
+
+    Args:
+        fail_on_ignored: Fail a worker group whose loop ignores its checkpoint.
+        publish: Function that publishes an event.
+        stall_seconds: Fail a worker group that reports nothing for this time; 0: never.
+
+    Attributes:
+        ignored: True if the last loop that was checked for it ignored its checkpoint.
+        step: Optimizer steps of the current worker group's session at the last poll; 0 without a session.
+        most_workers: Number of workers for which a step of the session has samples; ``sys.maxsize`` if unknown.
+    """
+
+    def __init__(self, fail_on_ignored: bool, publish: Callable[[Event], None], stall_seconds: float = 0.0) -> None:
+        self._fail_on_ignored = fail_on_ignored
+        self._publish = publish
+        self._stall_seconds = stall_seconds
+        self._has_saved = False
+        self.ignored = False
+        self.most_workers = sys.maxsize
+        self.begin_group([], "", {})
+
+    def begin_group(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
+        """Begin to watch the train loops of a new worker group.
+
+        Args:
+            workers: Ray Train's workers.
+            checkpoint: The checkpoint that the loop may restore, empty for none.
+            metrics: The metrics that were reported with that checkpoint.
+        """
+        self._workers = workers
+        self._checkpoint = checkpoint
+        self._counters_before = _counters(metrics)
+        self._is_decided = not checkpoint  # True once it is known if the loop restored the checkpoint
+        self._has_saved |= bool(checkpoint)
+        self._began = time.monotonic()
+        self._silent_since = math.inf  # until the first poll
+        self._reports = 0
+        self.step = 0
+        self._has_stepped = False
+        self._has_warned_of_wait = False
+        self._polled_at: dict[int, float] = {}  # time of each rank's last answer to a poll
+
+    def check(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
+        """Check the train loops by the status that a poll returned for each rank.
+
+        Publishes warnings. Returns the error if the worker group has to fail, else None.
+        """
+        now = time.monotonic()
+        self._update_step(statuses)
+        reports = [status.training_report for status in statuses if status.training_report is not None]
+        if reports or self._silent_since > now:
+            self._silent_since = now
+        has_checkpoint = any(report.checkpoint is not None for report in reports)
+        self._has_saved |= has_checkpoint
+        has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
+        failure: WorkerGroupError | None = None
+        if statuses and statuses[0].training_report is not None:
+            self._reports += 1
+            failure = self._check_restored(statuses[0].training_report.metrics, has_checkpoint)
+        is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
+        if is_late and not self._has_saved:
+            self._has_saved = True  # warn once
+            self._warn_of_no_checkpoint()
+        self._polled_at |= {rank: now for rank, status in enumerate(statuses) if hasattr(status, "waited")}
+        unanswered = now - min(self._polled_at.values(), default=now)
+        waited = max((getattr(status, "waited", unanswered) for status in statuses), default=0)
+        if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
+            self._has_warned_of_wait = True
+            self._warn_of_wait()
+        if self._stall_seconds and not has_ended and now - self._silent_since > self._stall_seconds:
+            failure = self._stall_error()
+        return failure
+
+    def _update_step(self, statuses: Sequence[Any]) -> None:
+        """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
+        positions: list[Position] = [status.position for status in statuses if getattr(status, "position", None)]
+        if positions and len(positions) == len(statuses) and not self._has_stepped:
+            self._has_stepped = True
+            self.step = positions[0].began_from
+            self.most_workers = positions[0].most_workers
+            age = min(position.age for position in positions)
+            self._publish(FirstStep(at=time.time() - age, world_size=len(statuses)))
+        self.step = max([self.step, *(position.done for position in positions)])
+
+    def _check_restored(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> WorkerGroupError | None:
+        """Decide once for a worker group if its loop has restored the checkpoint, and publish a warning if it has not.
+
+        It has if a counter in its metrics is above the one reported with the checkpoint, or if a rank has read the
+        checkpoint. Returns the error if the worker group has to fail, else None.
+        """
+        if self._is_decided:
+            return None
+        counters = {name: value for name, value in _counters(metrics).items() if name in self._counters_before}
+        is_ahead = any(value > self._counters_before[name] for name, value in counters.items())
+        has_resumed = is_ahead or self._has_opened_checkpoint()
+        if not (has_resumed or counters or has_checkpoint) and self._reports == 1:
+            return None  # a loop may report something before it reads the checkpoint
+        self._is_decided = True
+        self.ignored = not has_resumed
+        if has_resumed:
+            return None
+        message = (
+            f"the loop started from the beginning{f' at {_format(counters)}' if counters else ''}, although the "
+            f"checkpoint{f' of {_format(self._counters_before)}' if self._counters_before else ''} exists "
+            f"({self._checkpoint}): it never read what ray.train.get_checkpoint() returns. Restore model, optimizer "
+            "and step before the first step"
+        )
+        self._publish(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
+        return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fail_on_ignored else None
+
+    def _has_opened_checkpoint(self) -> bool:
+        """Return True if a rank has read its checkpoint, or if a rank does not answer and so may have read it."""
+        opened = query_workers(self._workers, has_opened_checkpoint, _LOOP_QUERY_SECONDS)
+        return len(opened) < len(self._workers) or any(opened.values())
+
+    def _stall_error(self) -> WorkerGroupError:
+        stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
+        start = f"no report for {self._stall_seconds:g} s; the rank "
+        failures = {
+            rank: HungLoopError(start + stacks.get(rank, "does not answer")) for rank in range(len(self._workers))
+        }
+        message = "\n".join(f"[Rank {rank} Error Snippet]:\n{error}" for rank, error in failures.items())
+        return WorkerGroupError(message, failures)
+
+    def _warn_of_wait(self) -> None:
+        answers = query_workers(self._workers, current_line, _LOOP_QUERY_SECONDS)
+        lines = {
+            rank: f"at {answers[rank]}" if rank in answers else "does not answer" for rank in range(len(self._workers))
+        }
+        positions = "; ".join(
+            f"{format_ranks(rank for rank, other in lines.items() if other == line)} {line}"
+            for line in dict.fromkeys(lines.values())
+        )
+        message = f"ranks wait for others: {positions}. All must call ray.train.report() and collectives equally often"
+        self._publish(LoopWarned(problem="ranks-wait", message=message))
+
+    def _warn_of_no_checkpoint(self) -> None:
+        message = (
+            f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
+            "checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
+            "checkpoint=...), or use prefect_elastic_train.loop.session()"
+        )
+        self._publish(LoopWarned(problem="no-checkpoint", message=message))
+
+
+def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of a report's metrics that count progress, such as ``global_step``, and are finite numbers."""
+    return {
+        name: metrics[name]
+        for name in _COUNTERS
+        if type(metrics.get(name)) in (int, float) and abs(metrics[name]) < math.inf
+    }
+
+
+def _format(counters: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in counters.items())

@@ -1,0 +1,75 @@
+"""The state of the Ray cluster: its nodes, the placement groups of dead drivers, and the demand of a scaling config.
+
+Uses ``ray._private.state``, as Ray Train does: no public function returns which nodes are draining, which resources
+each has available, or which job owns a placement group. Uses ``_resources_per_worker_not_none`` of ``ScalingConfig``,
+which alone has the resources of a worker when the user gives none.
+"""
+
+from __future__ import annotations
+
+import ray
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.train import ScalingConfig
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from prefect_elastic_train.controller.sizing import Demand, Node
+from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE
+
+
+def cluster_nodes() -> list[Node]:
+    """Return the living nodes of the Ray cluster, with their resources and labels."""
+    state = ray._private.state
+    available = state.available_resources_per_node()
+    draining = state.state.get_draining_nodes() or {}
+    return [
+        Node(
+            id=node["NodeID"],
+            total=node["Resources"],
+            # A new node has not published its available resources yet.
+            available=available.get(node["NodeID"], node["Resources"]),
+            labels=node.get("Labels") or {},
+            draining=node["NodeID"] in draining,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def remove_orphaned_placement_groups() -> int:
+    """Remove the Ray placement groups that dead drivers of this package have left in the cluster; return their number.
+
+    Ray removes them when driver and controller die. But a controller outlives its driver by a moment. A placement group
+    that it requests then comes after Ray's check, and would exist for as long as the cluster does (Ray 2.60).
+    """
+    state = ray._private.state
+    ended = {job["JobID"]: job["Entrypoint"] for job in state.jobs() if job["IsDead"]}
+    dead = {job for job, command in ended.items() if DRIVER_MODULE in command or JOB_MODULE in command}
+    table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
+    orphans = [
+        group
+        for group in map(PlacementGroupTableData.FromString, table)
+        if group.creator_job_id.hex() in dead
+        and group.state != PlacementGroupTableData.REMOVED
+        and state.actors(group.creator_actor_id.hex()).get("State") == "DEAD"
+    ]
+    for group in orphans:
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+    return len(orphans)
+
+
+def demand_of(scaling_config: ScalingConfig) -> Demand:
+    """Return the resources, the number and the placement of a run's workers, taken from Ray's scaling config."""
+    resources = dict(scaling_config._resources_per_worker_not_none)
+    shape = None
+    if scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type:
+        from prefect_elastic_train.core.tpu_slices import slice_shape
+
+        shape = slice_shape(scaling_config.topology, scaling_config.accelerator_type, resources)
+    return Demand(
+        resources=resources,
+        min_workers=scaling_config.min_workers,
+        max_workers=scaling_config.max_workers,
+        labels=scaling_config.label_selector or {},
+        strategy=scaling_config.placement_strategy,
+        shape=shape,
+    )

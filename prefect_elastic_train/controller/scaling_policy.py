@@ -1,0 +1,312 @@
+"""The scaling policy of a run: the size of its worker group. The decisions themselves are made in :mod:`.sizing`.
+
+Uses ``ray.train.v2._internal``, since Ray has no public way to replace a scaling policy. Without ours, the coordinator
+would keep the reservation of a killed driver for 180 seconds under an id that the next driver does not know, the view
+of the cluster would be up to 20 seconds old, and a healthy group that grows would lose all work since its last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import ray
+from ray.train import ScalingConfig
+from ray.train.v2._internal.callbacks import preemption_callback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution import scaling_policy as rays
+from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.controller.state import PreemptingState
+
+from prefect_elastic_train.controller import sizing
+from prefect_elastic_train.controller.controller_state import ControllerState
+from prefect_elastic_train.controller.failures import CapacityTimeoutError
+from prefect_elastic_train.controller.nodes import cluster_nodes, demand_of, remove_orphaned_placement_groups
+from prefect_elastic_train.core.events import WaitingForCapacity
+from prefect_elastic_train.loop.restart_notice import set_announced_growth
+from prefect_elastic_train.storage.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two decisions while no worker group runs: Ray's control loop does not pause by itself then.
+_PAUSE_SECONDS = 0.5
+#: Seconds until a reservation lapses. It is renewed every 20 s. With Ray's 180, others would wait for a killed run.
+_RESERVED_SECONDS = 60
+#: A wait for capacity is published once it lasts this long, since the resources of a lost group are free sooner.
+_PUBLISH_WAIT_AFTER_SECONDS = 2.0
+_PUBLISH_WAIT_EVERY_SECONDS = 10.0
+_LONG_WAIT_SECONDS = 60.0  # after which standby workers are terminated
+#: Seconds before the deadline of a drain at which the workers are notified, if no other group could start.
+_SAVE_SECONDS = 60.0
+#: Below Ray's resolution of 1/10,000. Ray's coordinator uses binary floating point, where 20 × 0.2 exceeds 4.
+_EPSILON = 1e-9
+
+
+def requester_id(store: RunStore) -> str:
+    """Return the id under which all attempts of a run reserve resources with Ray's coordinator."""
+    digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
+    return f"elastic-train-{store.path.rpartition('/')[2]}-{digest}"
+
+
+def release_reservation(requester_id: str) -> None:
+    """Release the resources that Ray's coordinator reserves under an id. The controller that reserved them is dead.
+
+    Without this call, other trainings wait until the reservation lapses.
+    """
+    rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
+
+
+def delayed_preemption_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
+    """Return a subclass of Ray's preemption watcher that delays the notice of a drain to the workers.
+
+    It notifies them once another worker group could start on the nodes that do not drain, or before the drain's
+    deadline. Until then the workers go on training. A worker that has saved would leave its node idle up to the
+    deadline.
+
+    Args:
+        demand: The resources that a worker group needs.
+        may_restart: True if the budget for preemptions allows another worker group.
+    """
+
+    class DelayedPreemptionWatcher(preemption_callback.PreemptionWatcher):  # type: ignore[misc]
+        def _on_drain_change(self, drained: Any) -> None:
+            deadline = min(filter(None, drained.values()), default=0) / 1000
+            held = {node_id: len(ranks) for node_id, ranks in self._node_to_ranks.items()}
+            possible = may_restart and sizing.possible_workers(cluster_nodes(), demand, held)
+            if possible < demand.min_workers and not 0 < deadline < time.time() + _SAVE_SECONDS:
+                drained.clear()  # Ray records no drain, and calls again
+            super()._on_drain_change(drained)
+
+    return DelayedPreemptionWatcher
+
+
+@dataclass
+class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
+    """Ray Train's resize decision for a growth of a healthy worker group.
+
+    Attributes:
+        reason: ``"commit"`` or ``"patience"``: the reason to carry out the growth now.
+        waited_seconds: Seconds for which the growth waited.
+    """
+
+    reason: str
+    waited_seconds: float
+
+
+class _Capacity(NamedTuple):
+    """The nodes of the cluster, the number of workers that fit on them, and the number that fit on stable nodes."""
+
+    nodes: list[sizing.Node]
+    possible: int
+    stable: int
+
+
+class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
+    """Ray Train's scaling policy for a run: decides the size of each worker group.
+
+    It reserves resources with Ray's coordinator under one id in all attempts. Without an id it makes no reservation,
+    since the cluster has no other users.
+    """
+
+    def __init__(self, scaling_config: ScalingConfig, state: ControllerState) -> None:
+        requested = scaling_config.resources_per_worker or {}
+        reduced = {name: amount - (_EPSILON if amount % 1 else 0) for name, amount in requested.items()}
+        super().__init__(replace(scaling_config, resources_per_worker=reduced or None))
+        self._state = state
+        self._requester_id = state.settings.requester_id
+        self._settings = state.settings.scaling
+        self._demand = demand_of(scaling_config)
+        self._stability = sizing.Stability(self._settings.stability_delay_seconds)
+        self._start = sizing.Start(self._demand, self._settings.wait_for_max_seconds)
+        self._requested_size = 0  # size of the worker group that Ray starts
+        self._start_problem = ""
+        self._growth = sizing.Growth(0)
+        self._growths = 0
+        self._commit_count = 0  # commits that were considered for a growth
+        self._group_started_at = float("-inf")
+        self._next_check = float("-inf")
+        self._published_wait_at = float("-inf")
+
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        """Install the preemption watcher, and reserve resources for the run, under the same id as earlier attempts."""
+        may_restart = train_run_context.run_config.failure_config.max_preemption_failures
+        preemption_callback.PreemptionWatcher = delayed_preemption_watcher(self._demand, may_restart)
+        if self._requester_id:
+            client = rays.autoscaling_coordinator_client
+            client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
+            self._coordinator_client = client.TrainAutoscalingCoordinatorClient(self._requester_id)
+            self._send_resource_request()
+
+    def _maybe_send_resource_request(self) -> None:
+        if self._requester_id:
+            super()._maybe_send_resource_request()
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Renew the reservation of resources during a drain, in which Ray requests no scaling decision."""
+        if isinstance(current_state, PreemptingState):
+            self._maybe_send_resource_request()
+
+    def make_decision_for_non_running_worker_group(self) -> rays.ScalingDecision:
+        """Return the decision to start a worker group with as many workers as fit, or no decision if too few fit.
+
+        The first worker group of an attempt waits up to ``wait_for_max_seconds`` for ``max_workers``; a later one does
+        not. Ray Train calls this again and again until a worker group starts.
+
+        Raises:
+            CapacityTimeoutError: ``min_workers`` did not fit within ``capacity_timeout_seconds``.
+        """
+        now = time.monotonic()
+        workers = 0
+        possible = 0
+        missing = "an answer of the cluster"
+        try:
+            self._record_last_start(now)
+            self._maybe_send_resource_request()
+            capacity = self._capacity(now, {})
+            if capacity.possible < self._demand.max_workers:
+                orphans = remove_orphaned_placement_groups()
+                if orphans:
+                    logger.warning("Removed %d placement group(s) of jobs that are dead", orphans)
+                    capacity = self._capacity(now, {})
+            possible = capacity.possible
+            workers = self._start.size(now, possible, capacity.stable)
+            missing = self._start_problem
+            if possible < self._demand.min_workers:
+                missing = sizing.describe_missing(capacity.nodes, self._demand, possible)
+        except Exception:
+            logger.warning("Cannot decide about a start; trying again", exc_info=True)
+        if workers:
+            self._requested_size = workers
+            return rays.ResizeDecision(workers, self._demand.resources)
+        waited = self._start.waited_seconds(now)
+        if missing:
+            self._publish_wait(now, waited, possible, missing)
+            self._require_capacity_in_time(waited, missing)
+        time.sleep(min(_PAUSE_SECONDS, 0.05 + waited / 2))
+        return rays.NoopDecision()
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> rays.ScalingDecision:
+        """Decide if a healthy worker group grows now: after a commit, or when the growth has waited long enough.
+
+        A healthy worker group never shrinks.
+        """
+        try:
+            self._record_last_start(time.monotonic())
+            self._maybe_send_resource_request()
+            return self._decide_growth(worker_group_state, worker_group_status)
+        except Exception:
+            logger.warning("Cannot decide about growth; training goes on", exc_info=True)
+            return rays.NoopDecision()
+
+    def _record_last_start(self, now: float) -> None:
+        """Record for the next decision if the worker group that this policy requested last has started."""
+        size = self._requested_size
+        failure = self._state.start_failure
+        self._requested_size = 0
+        self._state.start_failure = None
+        if not size:
+            return
+        if failure is None:
+            self._start.record_start(size)
+            self._start_problem = ""
+        elif isinstance(failure, WorkerGroupStartupTimeoutError):
+            self._start.record_failure(now, refused=size)
+            self._start_problem = f"room for {size} worker(s), which seemed free and was not"
+        else:
+            self._start.record_failure(now)
+            self._start_problem = f"a start that succeeds (the last one: {failure})"
+
+    def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
+        if waited < _PUBLISH_WAIT_AFTER_SECONDS or now - self._published_wait_at < _PUBLISH_WAIT_EVERY_SECONDS:
+            return
+        self._published_wait_at = now
+        if waited >= _LONG_WAIT_SECONDS and self._state.standbys is not None:
+            self._state.standbys.release()
+        self._state.publish(
+            WaitingForCapacity(
+                possible_workers=possible,
+                min_workers=self._demand.min_workers,
+                resources_per_worker=dict(self._demand.resources),
+                missing=missing,
+                since=time.time() - waited,
+            )
+        )
+
+    def _require_capacity_in_time(self, waited: float, missing: str) -> None:
+        limit = self._settings.capacity_timeout_seconds
+        if limit and waited >= limit:
+            raise CapacityTimeoutError(
+                f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({limit:g} s). "
+                f"Missing: {missing}. Add capacity, lower min_workers or raise capacity_timeout_seconds"
+            )
+
+    def _decide_growth(self, group: Any, status: Any) -> rays.ScalingDecision:
+        now = time.monotonic()
+        state = self._state
+        if group.start_time != self._group_started_at:
+            self._group_started_at = group.start_time
+            self._commit_count = 0
+            self._growth = sizing.Growth(self._settings.resize_patience_seconds)
+        growth = self._growth
+        committed = state.commit_count > self._commit_count
+        is_due = growth.due_reason(now, committed, bool(state.checkpoint)) or now >= self._next_check
+        if not growth.target:
+            self._commit_count = state.commit_count  # the ranks did not wait at that commit
+        if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
+            return rays.NoopDecision()
+        self._next_check = now + self._settings.resize_check_interval_seconds
+        capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in group.workers))
+        self._commit_count = state.commit_count
+        if growth.update(now, group.num_workers, min(capacity.stable, self._start.limit(now))):
+            self._growths += growth.target > 0
+            for worker in group.workers:
+                worker.execute_async(set_announced_growth, self._growths if growth.target else 0)
+        reason = growth.due_reason(now, committed, bool(state.checkpoint))
+        if not reason:
+            return rays.NoopDecision()
+        self._requested_size = growth.target
+        return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
+
+    def _capacity(self, now: float, held: Mapping[str, int]) -> _Capacity:
+        """Return the nodes of the cluster, and the number of workers of the run that fit on them now.
+
+        Resources that other users hold count as taken, and resources that workers of the run hold count as free.
+
+        Args:
+            now: Time of the monotonic clock.
+            held: Number of workers of the run on each node.
+        """
+        most = self._state.loops.most_workers
+        if most < self._demand.max_workers:
+            logger.warning(
+                "At most %d worker(s) will train, since a step has no samples for more (global_batch). Lower "
+                "max_workers to that, or begin a run with a larger global_batch",
+                most,
+            )
+            self._demand = replace(self._demand, max_workers=most)
+        reserved = self._get_reserved_resources().values() if self._requester_id else None
+        nodes = cluster_nodes()
+        self._state.assumed_nodes = frozenset(node.id for node in nodes if not node.draining)
+        stable_ids = self._stability.observe(now, [node.id for node in nodes])
+        stable_nodes = [node for node in nodes if node.id in stable_ids]
+        return _Capacity(
+            nodes,
+            possible=sizing.possible_workers(nodes, self._demand, held, reserved),
+            stable=sizing.possible_workers(stable_nodes, self._demand, held, reserved),
+        )
+
+    def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
+        """Return the resources on each living node that Ray's coordinator reserves for the run.
+
+        The coordinator divides the resources of the cluster between trainings.
+        """
+        reference = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
+        return dict(ray.get(reference, timeout=rays.AUTOSCALING_REQUESTS_GET_TIMEOUT_S))

@@ -1,0 +1,298 @@
+"""Standby workers: for each worker a second one, booted and warmed up, which the next worker group uses.
+
+Most of a recovery is the boot of processes and the import of frameworks in them. Both can be done before a failure. A
+standby is an actor of Ray's worker class on the node of its worker, outside of the placement group, which is removed
+with the old worker group. It holds no logical resources: the placement group holds those of its bundle.
+
+Uses ``ray.train.v2._internal``, since Ray has no public way to replace the actors of a worker group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from prefect_elastic_train.controller.sizing import DEVICES
+from prefect_elastic_train.controller.worker_queries import query_workers, ready_references
+from prefect_elastic_train.core.events import Event, StandbysParked
+from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.worker.preimports import memory_left
+from prefect_elastic_train.worker.standby_process import assigned_devices, process_state, use_devices, warm_up
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which the standbys of a worker group boot if it has not reported by then. Until it reports, its own
+#: imports may need the processors.
+_BOOT_AFTER_SECONDS = 30.0
+_CHECK_SECONDS = 10.0  # between two checks of the standbys
+_MAX_BACKOFF = 10  # exponent of two by which that grows after losses
+_STANDBY_QUERY_SECONDS = 1.0  # for answers of workers and standbys
+_DEVICES_SECONDS = 30.0  # for the tasks that look up the devices of a placement group
+_EXPECTED_BYTES = 3 * 2**28  # memory of a standby with torch for CUDA
+_BOOTING_SECONDS = 15.0  # for which a worker group waits for standbys that are booting
+
+
+@dataclass
+class Standby:
+    """A standby worker in the controller's list.
+
+    Attributes:
+        actor: Ray's actor.
+        node_id: Ray's id of its node.
+        visible_devices: ``CUDA_VISIBLE_DEVICES`` of its process, which cannot be changed later.
+        pending: Ray's reference to its next :class:`ProcessState`, by which the controller notices its death.
+        metadata: Its process; None until it is warm.
+    """
+
+    actor: Any
+    node_id: str
+    visible_devices: str
+    pending: Any
+    metadata: ActorMetadata | None = None
+
+
+def can_use_standbys(scaling: ScalingSettings, framework: str) -> bool:
+    """Return True if standby workers are not switched off and can replace the workers of the run.
+
+    On GPUs they can only with torch, whose workers see all GPUs of a node; on other accelerators they cannot.
+    """
+    shares_view = ray_constants.env_bool(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, True)
+    if scaling.standby == "off":
+        return False
+    if scaling.accelerator == "gpu":
+        return framework == "torch" and shares_view
+    return not {*DEVICES} & {*scaling.resources_per_worker, scaling.accelerator.upper()}
+
+
+def kill_actors(actors: Iterable[Any]) -> None:
+    """Kill the actors of standby workers, or of workers that were standby workers. Errors are ignored."""
+    for actor in actors:
+        with suppress(Exception):
+            ray.kill(actor)
+
+
+class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
+    """Callback of Ray Train in the controller, which boots, keeps and kills the standby workers of a run.
+
+    Args:
+        framework: The framework of the run.
+        ignore_memory: Boot a standby worker also on a node that may have too little memory for it.
+        publish: Function that publishes an event.
+        is_draining: Returns True while a node of the worker group is draining.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        ignore_memory: bool,
+        publish: Callable[[Event], None],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._framework = framework
+        self._ignore_memory = ignore_memory
+        self._publish = publish
+        self._is_draining = is_draining
+        self._parked: list[Standby] = []
+        self._group: Any = None
+        self._has_reported = False
+        self._next_check = 0.0
+        self._published = (0, 0)  # numbers of standbys and workers
+        self._size_bytes = 0
+        self._losses = 0
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        self._group = worker_group
+        self._losses = 0
+        self._has_reported = False
+        self._next_check = time.monotonic() + _BOOT_AFTER_SECONDS
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Boot missing standby workers if a worker group trains and none of its nodes drains.
+
+        Ray Train calls this after each poll; the standby workers are checked each `_CHECK_SECONDS`.
+        """
+        now = time.monotonic()
+        statuses = worker_group_status.worker_statuses.values()
+        if not self._has_reported and any(status.training_report for status in statuses):
+            self._has_reported = True
+            self._next_check = now
+        if self._group is None or now < self._next_check or self._is_draining():
+            return
+        try:
+            self._boot_missing()
+        except Exception:
+            logger.warning("Cannot boot standby workers; training goes on", exc_info=True)
+            self._losses += 1
+        # Standbys that die repeatedly, for example by lack of memory, are booted less often.
+        self._next_check = now + _CHECK_SECONDS * 2.0 ** min(self._losses, _MAX_BACKOFF)
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        self._group = None
+
+    def after_controller_finish(self, result: Any) -> None:
+        self.release()
+
+    def before_controller_abort(self) -> None:
+        self.release()
+
+    def wait_for_booting(self) -> None:
+        """Wait for a limited time for standby workers that are booting: workers booted now would be ready later."""
+        with suppress(Exception):
+            ready_references(
+                [standby.pending for standby in self._parked if standby.metadata is None], _BOOTING_SECONDS
+            )
+
+    def release(self) -> None:
+        """Kill all standby workers."""
+        parked = self._parked
+        self._parked = []
+        kill_actors(standby.actor for standby in parked)
+
+    def assign(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
+        """Return warm standby workers as workers of a placement group, by bundle index; kill all unused ones.
+
+        A standby worker that is still booting would take processor time from the workers of the worker group.
+
+        Args:
+            group: The placement group of the next worker group.
+            indices: Indices of the bundles that need a worker.
+            resources: Resources of each worker.
+        """
+        self._collect()
+        parked = self._parked
+        self._parked = []
+        self._published = (0, 0)
+        workers: dict[int, Worker] = {}
+        try:
+            warm = [standby for standby in parked if standby.metadata is not None]
+            if warm:
+                workers = _assign(warm, group, indices, resources)
+        except Exception:
+            logger.warning("Cannot use standby workers; booting others", exc_info=True)
+        finally:
+            used = [worker.actor for worker in workers.values()]
+            kill_actors(standby.actor for standby in parked if standby.actor not in used)
+        return workers
+
+    def _boot_missing(self) -> None:
+        """Boot a standby worker for each worker that has none, if the worker's node has memory for it."""
+        self._collect()
+        workers = self._group.get_workers()
+        missing = list(workers)
+        for standby in self._parked:
+            worker = next((worker for worker in missing if worker.metadata.node_id == standby.node_id), None)
+            if worker is not None:
+                missing.remove(worker)
+        visible = _visible_devices((worker.metadata.node_id, worker.metadata.accelerator_ids) for worker in workers)
+        free_memory = query_workers(missing, memory_left, _STANDBY_QUERY_SECONDS)
+        for rank, free_bytes in free_memory.items():
+            node_id = missing[rank].metadata.node_id
+            booting = sum(standby.node_id == node_id and standby.metadata is None for standby in self._parked)
+            if self._ignore_memory or free_bytes >= (booting + 1) * _EXPECTED_BYTES:
+                self._parked.append(self._boot(node_id, visible[node_id]))
+        is_settled = len(free_memory) == len(missing) and all(standby.metadata for standby in self._parked)
+        numbers = (len(self._parked), len(workers))
+        if is_settled and self._published != numbers:
+            self._published = numbers
+            self._publish(StandbysParked(parked=len(self._parked), wanted=len(workers), size_bytes=self._size_bytes))
+
+    def _collect(self) -> None:
+        """Mark the standby workers that have become warm, and drop those that have died."""
+        ready = ready_references([standby.pending for standby in self._parked], timeout_seconds=0)
+        for standby in [standby for standby in self._parked if standby.pending in ready]:
+            try:
+                self._size_bytes, standby.metadata = ray.get(standby.pending, timeout=_STANDBY_QUERY_SECONDS)
+                standby.pending = standby.actor.execute.remote(process_state)
+            except Exception as error:  # noqa: BLE001 - it is replaced
+                logger.info("A standby worker died: %s", error)
+                self._losses += 1
+                self._parked.remove(standby)
+                kill_actors([standby.actor])
+
+    def _boot(self, node_id: str, visible_devices: str) -> Standby:
+        """Start a standby worker on a node, and return it without waiting until it is warm."""
+        group = self._group
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        user_environment = group._train_run_context.run_config.worker_runtime_env or {}
+        environment = WorkerGroup._get_worker_runtime_env(user_environment)
+        worker = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=affinity)(group._worker_cls)
+        actor = worker.remote()
+        cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
+        pending = actor.execute.remote(warm_up, visible_devices, self._framework, cpus)
+        return Standby(actor, node_id, visible_devices, pending)
+
+
+def _assign(
+    warm: list[Standby], group: PlacementGroup, indices: list[int], resources: dict[str, float]
+) -> dict[int, Worker]:
+    """Return standby workers as workers of a placement group, by bundle index.
+
+    A standby worker is used for a bundle on its node, if its process sees the GPUs that workers on the node have to
+    see.
+    """
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    devices = _bundle_devices(group, indices, resources["GPU"]) if resources.get("GPU") else {}
+    visible = _visible_devices((nodes[index], devices.get(index, {})) for index in indices)
+    workers: dict[int, Worker] = {}
+    for index in indices:
+        location = (nodes[index], visible[nodes[index]])
+        for standby in [standby for standby in warm if (standby.node_id, standby.visible_devices) == location]:
+            warm.remove(standby)
+            worker = _as_worker(standby, devices.get(index, {}), resources, index)
+            if worker is not None:
+                workers[index] = worker
+                break
+    return workers
+
+
+def _visible_devices(locations: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str, str]:
+    """Return ``CUDA_VISIBLE_DEVICES`` by node: with Ray Train, each worker sees the GPUs of all workers of its node."""
+    gpus_by_node: defaultdict[str, set[str]] = defaultdict(set)
+    for node_id, devices in locations:
+        gpus_by_node[node_id].update(map(str, devices.get("GPU", [])))
+    return {node_id: ",".join(sorted(gpus)) for node_id, gpus in gpus_by_node.items()}
+
+
+def _bundle_devices(group: PlacementGroup, indices: list[int], gpus: float) -> dict[int, dict[str, list[Any]]]:
+    """Return the ids of the devices that Ray assigned to each bundle of a placement group, by bundle index.
+
+    A task in each bundle looks them up.
+    """
+    task = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(assigned_devices)
+    references = [
+        task.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            )
+        ).remote()
+        for index in indices
+    ]
+    return dict(zip(indices, ray.get(references, timeout=_DEVICES_SECONDS), strict=True))
+
+
+def _as_worker(
+    standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int
+) -> Worker | None:
+    """Return a standby worker as Ray Train's worker of a bundle, with its devices; None if it does not answer."""
+    try:
+        ray.get(standby.actor.execute.remote(use_devices, dict(devices)), timeout=_STANDBY_QUERY_SECONDS)
+    except Exception as error:  # noqa: BLE001 - another worker is booted instead
+        logger.info("A standby worker died: %s", error)
+        return None
+    assert standby.metadata is not None
+    metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **devices})
+    return Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)

@@ -1,0 +1,79 @@
+"""Placement of worker groups on TPU slices. Experimental: it has been tested with pretended TPUs only.
+
+Ray takes any slice whose host 0 is free, also one with dead or busy hosts. This module chooses slices that are whole
+and free, places the group on them by name, and reserves the head of each, as Ray does, so that others skip it.
+
+Uses ``ray.train.v2._internal``: Ray has no public way to place a worker group.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
+
+from prefect_elastic_train.controller.nodes import cluster_nodes
+from prefect_elastic_train.controller.sizing import Demand, Slice, head_resource, slices_of
+
+_RELEASE_SECONDS = 15.0  # for the slices of the previous group to become free
+_HEAD_SECONDS = 10.0  # to reserve the head of a free slice
+_POLL_SECONDS = 0.5
+
+
+def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandle:
+    """Reserve whole and free TPU slices for a worker group, and return the handle of its placement group.
+
+    Raises:
+        WorkerGroupStartupTimeoutError: Too few slices are free, or a slice was not reserved in time.
+    """
+    shape = demand.shape
+    assert shape is not None
+    slices = _free_slices(demand, context.num_slices)
+    heads = list[PlacementGroup]()
+    if len(slices) < context.num_slices:
+        raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
+    selectors: list[dict[str, str]] = []
+    try:
+        for tpu_slice in slices:
+            # A single host has no slice name. Without a node id, Ray would accept a host of a larger slice.
+            selector = {"ray.io/node-id": tpu_slice.nodes[0].id}
+            if len(tpu_slice.nodes) > 1:
+                selector = {"ray.io/tpu-slice-name": tpu_slice.name}
+                # Ray's own function to reserve a head runs a task on its host first, without a time limit.
+                head = placement_group(
+                    [{head_resource(shape.pod_type): 1}],
+                    bundle_label_selector=[selector | {"ray.io/tpu-worker-id": "0"}],
+                )
+                heads.append(head)
+                if not head.wait(_HEAD_SECONDS):
+                    raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
+            selectors += [selector] * shape.workers
+        group = SlicePlacementGroup(
+            topology=shape.topology,
+            accelerator_version=get_tpu_version_from_type(shape.accelerator_type),
+            num_slices=len(slices),
+            resources_per_bundle=context.resources_per_worker,
+            strategy=context.placement_strategy,
+            head_reservation_timeout_s=_HEAD_SECONDS,
+            bundle_label_selector=selectors,
+        )
+    except Exception:
+        for head in heads:
+            remove_placement_group(head)
+        raise
+    group._head_pgs += heads  # which it removes with the rest
+    return handles.SlicePlacementGroupHandle(group)
+
+
+def _free_slices(demand: Demand, number: int) -> list[Slice]:
+    """Return this number of free TPU slices, or fewer if no more become free within `_RELEASE_SECONDS`."""
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while True:
+        free = [tpu_slice for tpu_slice in slices_of(cluster_nodes(), demand) if not tpu_slice.problem]
+        if len(free) >= number or time.monotonic() > deadline:
+            return free[:number]
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,200 @@
+"""Ray's worker group, which starts on nodes that live, uses standby workers, and fails fast.
+
+When peers notice a dead rank before Ray notices the dead node, Ray places the next group on that node and blocks for up
+to 60 s, or without a limit if the node is lost before its worker has booted. This worker group gives up as soon as a
+node is lost.
+
+Uses ``ray.train.v2._internal``: Ray has no public way to replace the worker group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.train import WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from prefect_elastic_train.controller import failures, standby
+from prefect_elastic_train.controller.callbacks import RunCallback
+from prefect_elastic_train.controller.controller_state import ControllerState
+from prefect_elastic_train.controller.nodes import cluster_nodes, demand_of
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.worker.train_worker import RayTrainWorker
+
+_NODES_SECONDS = 0.5  # between two checks of the nodes
+_POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
+
+logger = logging.getLogger(__name__)
+
+
+class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """Ray Train's worker group, which uses standby workers and gives up its start as soon as a node is lost.
+
+    A controller makes a subclass with its own state and callback.
+    """
+
+    state: ControllerState
+    callback: RunCallback
+    _worker_cls = RayTrainWorker
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
+        """Poll the workers, check their reports before Ray's callbacks handle them, and return the status of each rank.
+
+        While only collectives have failed and the cause is not known yet, poll again, so that all decisions about the
+        failure include its cause.
+
+        Raises:
+            WorkerGroupError: The loop hangs or has ignored its checkpoint.
+        """
+        statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
+        began = time.monotonic()
+        while failures.classify_failure(_failures(statuses), len(statuses), time.monotonic() - began).outcome is None:
+            self._worker_health_check_timeout_s = failures.CAUSE_POLL_SECONDS  # only in this group, which has failed
+            time.sleep(_POLL_SECONDS)
+            before = statuses
+            statuses = super()._poll_workers_and_collect_errors(timeout)
+            for earlier, status in zip(before, statuses, strict=True):
+                status.training_report = earlier.training_report or status.training_report
+        self.callback.check_reports(statuses)
+        return statuses
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        """Return the workers' runtime environment; without Ray Train's variables if the node passes them on."""
+        if FORK_SERVER_VARIABLE in os.environ:
+            return custom_runtime_env
+        return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+    def _start(self) -> None:
+        """Start the workers of this worker group. If that fails, shut down all that was started.
+
+        Raises:
+            WorkerGroupStartupFailedError: A node was lost. A smaller worker group may start now.
+            WorkerGroupError: A worker died on a living node. The next worker group may die in the same way.
+        """
+        try:
+            super()._start()
+        except Exception as error:
+            if self.has_started():  # Ray cleans up after earlier failures only
+                self.state.budget.end_group()
+                try:
+                    self._worker_group_state.shutdown()
+                except Exception:
+                    logger.warning("Cannot shut down a worker group that did not start", exc_info=True)
+                self._clear_state()
+            cause = error.__cause__ or error  # Ray wraps the error of a worker
+            if not isinstance(cause, RayActorError | ActorUnschedulableError):
+                raise
+            if _lost_or_draining_nodes(self.state.assumed_nodes):
+                raise WorkerGroupStartupFailedError("A node was lost while its workers started.") from error
+            raise WorkerGroupError(
+                "A worker died while its group started.",  # the ranks are not known yet
+                dict.fromkeys(range(self._worker_group_context.num_workers), cause),
+            ) from error
+
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: PlacementGroup,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> Any:
+        """Return ranked workers for a placement group: warm standby workers where possible, else newly booted ones."""
+        self.state.timing.mark("placement")
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        standbys = self.state.standbys
+        warm = standbys.assign(placement_group, indices, resources_per_worker) if standbys is not None else {}
+        rest = [index for index in indices if index not in warm]
+        try:
+            with _abort_on_lost_node(placement_group):
+                booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
+        except BaseException:
+            standby.kill_actors(worker.actor for worker in warm.values())
+            raise
+        workers = sorted([*warm.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
+        ranked = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        self.state.timing.mark("workers")
+        return ranked
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> handles.PlacementGroupHandle:
+        if self.state.standbys is not None:
+            self.state.standbys.wait_for_booting()
+        self.state.timing.mark("standby boot")
+        demand = demand_of(scaling_config)
+        if demand.shape is None:
+            handle = super()._create_placement_group(scaling_config, worker_group_context)
+        else:
+            from prefect_elastic_train.controller.tpu_placement import place_on_slices
+
+            handle = place_on_slices(demand, worker_group_context)
+        handle.wait = _make_placement_wait(handle, self.state)
+        return handle
+
+
+def _failures(statuses: list[Any]) -> dict[int, Exception]:
+    return {rank: status.error for rank, status in enumerate(statuses) if status.error is not None}
+
+
+def _make_placement_wait(handle: handles.PlacementGroupHandle, state: ControllerState) -> Callable[[float], bool]:
+    """Return a function that waits for a placement group, and gives up when a node that was counted for it is lost.
+
+    The function returns False after its time limit. For a lost node it removes the placement group and raises
+    WorkerGroupStartupFailedError.
+    """
+    wait = handle.wait
+
+    def wait_or_give_up(timeout_seconds: float = 30) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while not wait(_NODES_SECONDS):
+            if time.monotonic() > deadline:
+                return False
+            lost = _lost_or_draining_nodes(state.assumed_nodes)
+            if lost:
+                handle.shutdown()
+                raise WorkerGroupStartupFailedError(f"{len(lost)} node(s) were lost while workers were placed")
+        return True
+
+    return wait_or_give_up
+
+
+@contextmanager
+def _abort_on_lost_node(group: PlacementGroup) -> Iterator[None]:
+    """Remove a placement group if one of its nodes is lost during the ``with``, so that waits for its workers end."""
+    nodes = frozenset(placement_group_table(group)["bundles_to_node_id"].values())
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_NODES_SECONDS):
+            if _lost_or_draining_nodes(nodes):
+                remove_placement_group(group)
+                return
+
+    thread = threading.Thread(target=watch, name="watch nodes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _lost_or_draining_nodes(node_ids: frozenset[str]) -> frozenset[str]:
+    """Return the ids in `node_ids` whose nodes are dead or draining; none if the cluster's nodes cannot be listed."""
+    try:
+        return node_ids - {node.id for node in cluster_nodes() if not node.draining}
+    except Exception:
+        logger.warning("Cannot list the nodes of the cluster; waiting for them", exc_info=True)
+        return frozenset()

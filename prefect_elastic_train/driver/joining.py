@@ -1,0 +1,167 @@
+"""Joining the Ray cluster from the driver.
+
+Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``. Ray fills it from the driver's own ``sys.path``, which is not that
+of the user's script.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, NamedTuple
+
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.settings import ScalingSettings
+
+
+class JoinedCluster(NamedTuple):
+    """The Ray cluster that this driver has joined.
+
+    Attributes:
+        address: ``host:port`` of the head.
+        dashboard_url: Empty without a dashboard.
+        resources: Resources of all nodes together.
+    """
+
+    address: str
+    dashboard_url: str
+    resources: dict[str, float]
+
+
+def join_cluster(spec: DriverSpec) -> JoinedCluster:
+    """Connect this driver to the Ray cluster of a spec, and return its address, dashboard and resources.
+
+    Raises:
+        AttemptFailedError: No cluster answers, or it refuses this process.
+    """
+    address = _cluster_address(spec)
+    _check_head(address, spec.cluster.connect_timeout_seconds)
+    import ray
+    from ray.job_config import JobConfig
+
+    runtime_env: dict[str, Any] = {}
+    if not spec.cluster.is_submitted:  # a job has its runtime environment already
+        runtime_env = dict(spec.cluster.runtime_env)
+        if spec.cluster.working_dir:
+            runtime_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    if not spec.is_alone:  # else the head's environment has the variable
+        # Without it, Ray's tools in the workers look for any cluster on their host.
+        runtime_env["env_vars"] = {"RAY_ADDRESS": address, **runtime_env.get("env_vars", {})}
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    user_path = [folder for folder in spec.sys_path if os.path.isdir(folder) and not folder.startswith(installed)]
+    try:
+        context = ray.init(
+            address=address,
+            runtime_env=runtime_env,
+            job_config=JobConfig(_py_driver_sys_path=user_path),
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
+    except (TypeError, ValueError) as error:
+        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
+    except Exception as error:
+        raise _lost(f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}") from error
+    # ray.init replaces the handler of SIGTERM; the previous one ends the attempt in order.
+    signal.signal(signal.SIGTERM, sigterm_handler)
+    return JoinedCluster(address, context.dashboard_url or "", ray.cluster_resources())
+
+
+def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
+    """Return the scaling settings of a training, limited to its local cluster, which is one node.
+
+    With datasets or validations, ``max_workers`` is lowered to the number that fits besides them. Without a local
+    cluster, the settings are returned as they are.
+
+    Args:
+        spec: The input of the driver.
+        resources: Resources of the local cluster.
+
+    Raises:
+        AttemptFailedError: ``min_workers`` do not fit, or the scaling requires other nodes; outcome ``invalid``.
+    """
+    scaling = spec.scaling
+    if not spec.cluster.is_local:
+        return scaling
+    from prefect_elastic_train.driver.ray_configs import resources_per_worker
+
+    problem = ""
+    if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
+        problem = (
+            "label_selector and placement_strategy 'STRICT_SPREAD' require nodes that others join, and the local "
+            "cluster is one node without labels; leave them at their defaults, or join another cluster"
+        )
+    max_workers = scaling.max_workers
+    for name, amount in resources_per_worker(scaling).items():
+        available = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
+        if amount * scaling.min_workers > available:
+            problem = (
+                f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
+                f"cluster on this machine has {available:g} for them; lower min_workers or resources_per_worker, set "
+                "num_cpus or num_gpus, or join a larger cluster"
+            )
+        elif amount:
+            max_workers = min(max_workers, int(available / amount))
+    if problem:
+        raise AttemptFailedError(problem, outcome=Outcome.INVALID)
+    return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
+
+
+def _cluster_address(spec: DriverSpec) -> str:
+    if spec.cluster.is_submitted:
+        return os.environ["RAY_ADDRESS"]  # set by Ray for its jobs
+    if spec.cluster.address != "auto":
+        return spec.local_address or spec.cluster.address
+    from prefect_elastic_train.driver.ray_cluster import find_address
+
+    try:
+        return find_address()
+    except (ConnectionError, ValueError, OSError) as error:
+        raise _lost(
+            f"address 'auto' finds no single Ray cluster on this machine ({error}); give its address in the RayCluster"
+        ) from error
+
+
+def _check_head(address: str, timeout: float) -> None:
+    """Check that a Ray head answers at an address: without one, ``ray.init`` ends the process or gives no reason.
+
+    Raises:
+        AttemptFailedError: No Ray head answers within the time limit, or it refuses the token.
+    """
+    from ray.exceptions import AuthenticationError
+
+    from prefect_elastic_train.driver.ray_cluster import try_head
+
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _lost(
+                    f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
+                    "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto'"
+                ) from error
+            time.sleep(0.1)
+    problem = try_head(address, timeout)
+    if isinstance(problem, AuthenticationError):
+        raise AttemptFailedError(
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
+            outcome=Outcome.INVALID,
+        )
+    if problem is not None:
+        raise _lost(
+            f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
+            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster"
+        ) from problem
+
+
+def _lost(message: str) -> AttemptFailedError:
+    return AttemptFailedError(message, outcome=Outcome.CLUSTER_LOST)

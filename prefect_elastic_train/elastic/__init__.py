@@ -1,1 +1,0 @@
-"""What runs inside the cluster: our scaling policy, trainers and controller callbacks on Ray Train's internals."""

@@ -1,0 +1,261 @@
+"""Prefect automations as code: they resume dead flow runs, start evaluations and send alerts.
+
+Each deployment or tag has two automations for resuming. One resumes a Crashed flow run: the same flow run, so that its
+trainings continue where they were. The other sets flow runs without a heartbeat to Crashed, when no process is left to
+do so; the first then resumes them. A flow run that was cancelled or failed is not resumed. An optional third starts
+another deployment at each new best checkpoint, or when a training has completed. An optional fourth sends a message for
+each failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from prefect.automations import AutomationCore, EventTrigger, Posture
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes, ChangeFlowRunState, RunDeployment, SendNotification
+from prefect.exceptions import ObjectNotFound
+from prefect.utilities.urls import url_for
+
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.orchestration.flow_run_resume import HEARTBEAT, LOST
+from prefect_elastic_train.orchestration.prefect_events import (
+    BEST_CHECKPOINT,
+    COMPLETED,
+    DRIVER_RESTARTED,
+    WORKER_FAILED,
+)
+
+
+class _Evaluation(NamedTuple):
+    """A Prefect event that starts an evaluation, its label, and the field of its payload with the checkpoint's URI."""
+
+    label: str
+    event: str
+    checkpoint: str
+
+
+_EVALUATIONS = {
+    "best-checkpoint": _Evaluation("best checkpoints", BEST_CHECKPOINT, "checkpoint_uri"),
+    "completed": _Evaluation("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
+}
+_RESUME = "elastic-train: resume crashed runs of "
+_FIND = "elastic-train: find dead runs of "
+_EVALUATE = "elastic-train: evaluate {} of "
+_ALERT = "elastic-train: alert on failures of "
+#: Prefect's events of a flow run that starts to run, the first time and again.
+_STARTS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
+#: States without heartbeats: final ones, and those of a flow run that is scheduled again, paused or suspended.
+_SILENT_STATES = (
+    *("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST),
+    *("AwaitingRetry", "Scheduled", "Paused", "Suspended"),
+)
+#: Events with an alert. Subject and body have the run, the reason, what happens next, and a link.
+_FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
+_SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
+{{% elif event.event == "{DRIVER_RESTARTED}" %}}\
+{{{{ "Resumed" if event.payload.counted == 1 else "A driver was lost" }}}}\
+{{% else %}}{{{{ event.resource["prefect.state-name"] }}}}{{% endif %}}: {{{{ flow_run.name }}}}"""
+_BODY = f"""{{% set payload = event.payload %}}\
+{{% if event.event == "{WORKER_FAILED}" %}}Run {{{{ payload.run_name }}}}: {{{{ payload.reasons | join("; ") }}}}. \
+{{% if payload.retried %}}The worker group is restarted\
+{{% if payload.reports_lost %}}; reports that are done again: {{{{ payload.reports_lost }}}}{{% endif %}}.\
+{{% else %}}{{{{ payload.gives_up | capitalize }}}}: the attempt ends.{{% endif %}}\
+{{% elif event.event == "{DRIVER_RESTARTED}" %}}Run {{{{ payload.run_name }}}}: {{{{ payload.reason }}}}. \
+A new driver resumes from {{{{ payload.checkpoint or "the beginning" }}}}.\
+{{% else %}}{{{{ event.resource["prefect.state-message"].rstrip(".") }}}}. \
+{{% if event.event.endswith("Crashed") %}}\
+Its automation, if there is one, resumes it from the last checkpoint; else a Retry does.\
+{{% else %}}It stays {{{{ event.resource["prefect.state-name"] }}}}; a Retry resumes from the last checkpoint, if any.\
+{{% endif %}}{{% endif %}}"""
+#: Time after its start in which a flow run may crash. Longer than any training.
+_LIFETIME = timedelta(days=366)
+#: State message of a flow run whose terminal got Ctrl-C, which the user meant. An async flow has it only if the signal
+#: comes while it trains; else its message is the same as after the loss of a machine.
+_INTERRUPTED = "Execution was aborted by an interrupt signal."
+
+
+class Scope(NamedTuple):
+    """The flow runs of a deployment or with a tag, to which an automation applies.
+
+    ``role`` and ``id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
+    """
+
+    label: str
+    role: str
+    id: str
+
+
+def find_scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence[str]) -> list[Scope]:
+    """Return a scope for an automation from each deployment, named ``flow/deployment``, and from each tag.
+
+    Raises:
+        ConfigurationError: A deployment does not exist, or neither a deployment nor a tag is named.
+    """
+    if not deployments and not tags:
+        raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
+    scopes = [Scope(name, "deployment", str(_deployment_id(client, name))) for name in deployments]
+    return [*scopes, *(Scope(f"tag {tag}", "tag", tag) for tag in tags)]
+
+
+def save_automations(
+    client: SyncPrefectClient,
+    scopes: Sequence[Scope],
+    max_resumes: int,
+    heartbeat_timeout_seconds: float,
+    evaluate_with: str = "",
+    evaluate_at: str = "best-checkpoint",
+    alert: str = "",
+) -> list[tuple[str, str]]:
+    """Create or update the Prefect automations for deployments and tags. A repeated call changes nothing.
+
+    Each scope gets two automations: one resumes crashed flow runs, one sets flow runs without a heartbeat to Crashed.
+    On request, a third starts a deployment with checkpoints, and a fourth sends a message for each failure.
+
+    Args:
+        client: Client of the Prefect API.
+        scopes: The deployments and tags to whose flow runs the automations apply.
+        max_resumes: The most times that one flow run is resumed.
+        heartbeat_timeout_seconds: A flow run without a heartbeat for this time is set to Crashed. It must be longer
+            than any outage of the Prefect API that flow runs shall survive.
+        evaluate_with: Deployment to start with checkpoints, as ``flow/deployment``. Empty: no automation for it is
+            created, and an existing one stays as it is.
+        evaluate_at: Event that starts that deployment: ``"best-checkpoint"`` (each new best checkpoint) or
+            ``"completed"`` (each completed training).
+        alert: Notification block for messages, as ``type/name``. Empty: no automation for messages is created, and an
+            existing one stays as it is.
+
+    Returns:
+        A pair for each automation: ``created``, ``updated`` or ``unchanged``, and the name of the automation.
+
+    Raises:
+        ConfigurationError: ``evaluate_at`` is unknown, or the deployment or the notification block does not exist.
+    """
+    if evaluate_at not in _EVALUATIONS:
+        raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
+    automations: list[AutomationCore] = []
+    for scope in scopes:
+        automations += _resume_automations(scope, max_resumes, heartbeat_timeout_seconds)
+    if evaluate_with:
+        deployment_id = _deployment_id(client, evaluate_with)
+        evaluation = _EVALUATIONS[evaluate_at]
+        automations += [_evaluate_automation(scope, evaluate_with, deployment_id, evaluation) for scope in scopes]
+    if alert:
+        block_id = _notification_block_id(client, alert)
+        automations += [_alert_automation(scope, alert, block_id) for scope in scopes]
+    return [(_save(client, automation), automation.name) for automation in automations]
+
+
+def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
+    try:
+        return client.read_deployment_by_name(name).id
+    except (ObjectNotFound, ValueError) as error:
+        raise ConfigurationError(
+            f"there is no deployment {name!r} ({error}), as flow/deployment; see `prefect deployment ls`"
+        ) from error
+
+
+def _notification_block_id(client: SyncPrefectClient, name: str) -> UUID:
+    block_type, _, short = name.partition("/")
+    try:
+        document = client.read_block_document_by_name(short, block_type)
+    except (ObjectNotFound, ValueError) as error:
+        raise ConfigurationError(f"there is no block {name!r}, as type/name; see `prefect block ls`") from error
+    if document.block_schema is None or "notify" not in document.block_schema.capabilities:
+        raise ConfigurationError(f"block {name!r} sends no notifications; use one such as slack-webhook/team-alerts")
+    return document.id
+
+
+def _resume_automations(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:
+    limit = f"{max_resumes} times at most"
+    timeout = f"{heartbeat_timeout_seconds:g} s"
+    yield _automation(
+        scope,
+        _RESUME,
+        f"The same flow run is resumed after a crash, {limit}.",
+        ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=f"Resumed after a crash, {limit}."),
+        # A crash counts only after a start, so that a flow run which cannot be started again stays Crashed. The run
+        # count is the limit.
+        after=_STARTS,
+        expect={"prefect.flow-run.Crashed"},
+        match={
+            "prefect.resource.id": "prefect.flow-run.*",
+            "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
+            "prefect.state-message": f"!{_INTERRUPTED}",
+        },
+        for_each={"prefect.resource.id"},
+        within=_LIFETIME,
+    )
+    yield _automation(
+        scope,
+        _FIND,
+        f"A flow run without a heartbeat for {timeout} is Crashed.",
+        ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {timeout}."),
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _SILENT_STATES)},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        within=timedelta(seconds=heartbeat_timeout_seconds),
+    )
+
+
+def _evaluate_automation(scope: Scope, deployment: str, deployment_id: UUID, evaluation: _Evaluation) -> AutomationCore:
+    """Return the automation that starts a deployment at an event of a run.
+
+    The deployment's flow gets the parameters ``checkpoint_uri`` and ``storage``.
+    """
+    parameters = {
+        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{field} }}}}"}
+        for parameter, field in {"checkpoint_uri": evaluation.checkpoint, "storage": "storage_block"}.items()
+    }
+    return _automation(
+        scope,
+        _EVALUATE.format(evaluation.label),
+        f"At the event {evaluation.event}, {deployment} is started with the checkpoint.",
+        RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
+        expect={evaluation.event},
+        match={"prefect.resource.id": "elastic-train.run.*"},
+    )
+
+
+def _alert_automation(scope: Scope, block: str, block_id: UUID) -> AutomationCore:
+    """Return the automation that sends a message for each failure of workers, of a driver or of a flow run."""
+    # The link has the UI's address of this process, because a server may not know its own.
+    link = (url_for("flow-run", UUID(int=0)) or "").replace(str(UUID(int=0)), "{{ flow_run.id }}")
+    return _automation(
+        scope,
+        _ALERT,
+        f"A message by {block} for each failure: the run, the reason, what happens next, a link.",
+        SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
+        expect={WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
+        match={"prefect.resource.id": ["elastic-train.run.*", "prefect.flow-run.*"]},
+    )
+
+
+def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
+    # An update sends only what is set, so the posture is set even where it is the default.
+    trigger = {"posture": Posture.Reactive, "within": timedelta(0), **trigger}
+    related = {"prefect.resource.role": scope.role, "prefect.resource.id": f"prefect.{scope.role}.{scope.id}"}
+    return AutomationCore(
+        name=f"{name}{scope.label}",
+        description=description,
+        trigger=EventTrigger(match_related=related, threshold=1, **trigger),
+        actions=[action],
+    )
+
+
+def _save(client: SyncPrefectClient, automation: AutomationCore) -> str:
+    existing = client.read_automations_by_name(automation.name)
+    if not existing:
+        client.create_automation(automation)
+        return "created"
+    # An update resets the automation: a flow run that started before it would not be resumed.
+    if existing[0].model_dump(include={*AutomationCore.model_fields}) == automation.model_dump():
+        return "unchanged"
+    client.update_automation(existing[0].id, automation)
+    return "updated"

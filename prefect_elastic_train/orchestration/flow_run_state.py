@@ -1,0 +1,188 @@
+"""The states of the flow runs around a training, and other reads of the Prefect API with a time limit.
+
+Python delivers signals to the main thread only, and a flow that runs without a runner gets none. So a training polls
+the states of its flow runs: otherwise a cancelled flow would wait for a training in another thread, perhaps for weeks.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilter
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.sorting import LogSort
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter, EventResourceFilter
+from prefect.states import Cancelled
+
+from prefect_elastic_train.core.time_limits import FLOW_RUN_STATE_SECONDS
+from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS, PREFIX
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+def query_prefect(
+    query: Callable[[SyncPrefectClient], _T], timeout_seconds: float = FLOW_RUN_STATE_SECONDS
+) -> _T | None:
+    """Call ``query`` with a client of the Prefect API. Return its result; None after an error or the time limit.
+
+    The call runs in a thread, because the client retries for a minute.
+    """
+    answers: list[_T] = []
+
+    def run() -> None:
+        try:
+            with get_client(sync_client=True) as client:
+                answers.append(query(client))
+        except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
+            logger.warning("the Prefect API gave no answer: %s", error)
+
+    context = contextvars.copy_context()  # Prefect's settings and client
+    thread = threading.Thread(target=context.run, args=(run,), name="elastic-train-query", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return answers[0] if answers else None
+
+
+def last_log_time(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequence[str]) -> float | None:
+    """Return the time of the newest Prefect log record of a run's earlier task runs, less 2 s; None if there is none.
+
+    The task runs have the run's name, and belong to one of the flow runs or to a subflow of them.
+    """
+    # The task run belongs to one of these flow runs or to a subflow of them. Other flow runs may have runs of the same
+    # name in other storages. Less 2 s: an event may be logged twice, but none is left out.
+    context = TaskRunContext.get()
+    ids = {"any_": flow_run_ids}
+    flows = FlowRunFilter.model_validate({"operator": "or_", "id": ids, "parent_flow_run_id": ids})
+    named = TaskRunFilter.model_validate({"name": {"any_": [run_name]}})
+    tasks = client.read_task_runs(flow_run_filter=flows, task_run_filter=named)
+    earlier = [task.id for task in tasks if context is None or task.id != context.task_run.id]
+    logs = LogFilter.model_validate({"task_run_id": {"any_": earlier}})
+    newest = client.read_logs(logs, limit=1, sort=LogSort.TIMESTAMP_DESC) if earlier else []
+    return newest[0].timestamp.timestamp() - 2.0 if newest else None
+
+
+def has_begun(client: SyncPrefectClient, run_name: str, flow_run_id: str) -> bool:
+    """Return True if Prefect has an event, such as ``started``, of an attempt of this run in this flow run."""
+    page = client.read_events(
+        EventFilter(
+            event=EventNameFilter(name=ATTEMPT_EVENTS),
+            resource=EventResourceFilter(id=[f"{PREFIX}{run_name}"]),
+            related=EventRelatedFilter(id=[f"prefect.flow-run.{flow_run_id}"]),
+        ),
+        limit=1,
+    )
+    return bool(page.events)
+
+
+def must_stop_training(state: State | None) -> bool:
+    """Return True if a flow run in this state must not train any more: it is cancelling, cancelled or failed."""
+    # Crashed does not: a watchdog sets it for a flow run without heartbeats, whose process may be alive. Completed does
+    # not: a flow may end before a training that it has submitted.
+    return state is not None and (state.is_cancelling() or state.is_cancelled() or state.is_failed())
+
+
+def outermost_ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> str:
+    """Return the id of the outermost flow run that is cancelling, cancelled or failed; empty if none is.
+
+    ``flow_run_ids`` are ordered from the innermost to the outermost flow run.
+    """
+    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": flow_run_ids}}))
+    ended = {str(flow_run.id) for flow_run in flow_runs if must_stop_training(flow_run.state)}
+    return next((flow_run_id for flow_run_id in reversed(flow_run_ids) if flow_run_id in ended), "")
+
+
+def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
+    """Set a flow run that is being cancelled, and its subflows that have not ended, to Cancelled.
+
+    ``flow_run_ids`` has the subflows, the innermost first, and at the end the flow run.
+    """
+    # A flow run that is no longer being cancelled had ended, and may be executed again by now.
+    for flow_run_id in map(UUID, flow_run_ids):
+        state = client.read_flow_run(flow_run_id).state
+        if state is None or state.is_cancelling() or not (state.is_final() or str(flow_run_id) == flow_run_ids[-1]):
+            client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
+
+
+def enclosing_flows() -> Iterator[FlowRunContext]:
+    """Yield the Prefect contexts of the flow runs in this process that the caller runs in, the innermost first."""
+    context = FlowRunContext.get()
+    while context is not None:
+        yield context
+        outer = context._token.old_value if context._token is not None else None
+        context = outer if isinstance(outer, FlowRunContext) else None
+
+
+def is_ending(flow: FlowRunContext) -> bool:
+    """Return True if a flow run of this process ends, or has ended, without being completed. Works in any thread."""
+    # Prefect's engine leaves the context of a flow run before it waits for the flow's threads. A run that is not
+    # completed by then ends by a signal or another exception.
+    state = flow.flow_run.state if flow.flow_run is not None else None
+    return not state.is_completed() if state is not None and state.is_final() else flow._token is None
+
+
+def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
+    """Make a process of a flow's process pool exit when its flow process exits. Do nothing in a flow process.
+
+    Otherwise such a process would not notice that its flow process was killed, and would continue the training.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and (not flows or any(flow.detached for flow in flows)):
+        _exit_with(parent)
+
+
+@cache
+def _exit_with(parent: BaseProcess) -> None:
+    """Start a thread that ends this process when its parent process has exited.
+
+    The guard then stops the processes of the training, as after the death of a flow process.
+    """
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="elastic-train-parent", daemon=True).start()
+
+
+class FlowRunWatch:
+    """Polls the states of a training's flow run and its parents in a thread, with one request for all of them.
+
+    While the Prefect API does not answer, the last answer stays valid. Prefect's client waits when the API limits the
+    rate.
+    """
+
+    #: The outermost flow run whose state ends the training; empty while there is none.
+    ended = ""
+
+    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
+        self._flow_run_ids = flow_run_ids
+        self._interval = interval_seconds
+        self._closed = threading.Event()
+        context = contextvars.copy_context()  # Prefect's settings and client
+        if flow_run_ids:
+            threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop polling the states of the flow runs, without waiting for a request that is under way."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        with get_client(sync_client=True) as client:
+            while not self._closed.wait(self._interval):
+                try:
+                    self.ended = outermost_ended_flow_run(client, self._flow_run_ids)
+                except Exception as error:  # noqa: BLE001 - whatever it is, training continues
+                    logger.debug("cannot read the state of the flow run: %s", error)

@@ -1,0 +1,181 @@
+"""The position of a training: the flow runs around it, and its number among the trainings of its flow run.
+
+A training belongs to the root of the flow runs around it, because a retry starts the root again. When the parent is
+retried, Prefect makes a new flow run for a subflow. The id of the root and the call of the subflow in its parent stay
+the same, so run names are made from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from uuid import UUID, uuid4
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events.related import object_as_related_resource, tags_as_related_resources
+
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.orchestration.flow_run_state import query_prefect
+from prefect_elastic_train.runs.fingerprints import Call
+
+logger = logging.getLogger(__name__)
+
+#: Time limit for reading the parents of a flow run and the name of its deployment.
+_QUERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """The position of a training: the flow runs around it, and its number among the trainings of its flow run.
+
+    Attributes:
+        owner: The root flow run, which owns the training. Outside of flows it has a random id.
+        flow_run_ids: The flow run of the training, its parent, and so on up to the root; empty outside of flows.
+        calls: The calls of subflows from the root to the flow run of the training; empty for the root.
+        related: Prefect resources of the root flow run, for the Prefect events of a training in a subflow. Prefect adds
+            the resources of the subflow itself.
+        flow_name: Name of the flow that trains; empty outside of flows.
+        number: Number of the training in its flow run, counted from 1.
+        resumed: True if the flow run or its root flow run was executed before, perhaps in another process.
+    """
+
+    owner: Owner
+    flow_run_ids: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+    related: tuple[dict[str, str], ...] = ()
+    flow_name: str = ""
+    number: int = 1
+    resumed: bool = False
+
+
+def count_training() -> TrainingPosition:
+    """Number a new training within the current flow run, and return its position.
+
+    Called once for each call of ``elastic_train``.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return TrainingPosition(Owner(flow_run_id=uuid4().hex))
+    flow_run_id = str(context.flow_run.id)
+    executions = context.flow_run.run_count or 0
+    number = _registry.next_number(("training", flow_run_id, str(executions)), flow_run_id)
+    position = current_position(context)
+    return replace(position, number=number, resumed=position.resumed or executions > 1)
+
+
+def current_position(context: FlowRunContext) -> TrainingPosition:
+    """Return the position of trainings in a flow run of this process, with number 1.
+
+    The Prefect API is queried once a flow run.
+    """
+    flow_run = context.flow_run
+    assert flow_run is not None
+    flow_run_id = str(flow_run.id)
+    if flow_run_id in _registry.positions:
+        return _registry.positions[flow_run_id]
+    flow_name = context.flow.name if context.flow else ""
+    position = None
+    if not is_root(flow_run) or flow_run.deployment_id is not None:
+        position = query_prefect(lambda client: _look_up(client, flow_run, flow_name), _QUERY_SECONDS)
+    if position is None:
+        position = TrainingPosition(_owner(flow_run, flow_name), (flow_run_id,))
+        if not is_root(flow_run):
+            logger.warning(
+                "cannot read the parent of flow run %r from the Prefect API: a retry of the parent will not continue "
+                "the trainings of this flow run",
+                flow_run.name,
+            )
+    return _registry.positions.setdefault(flow_run_id, replace(position, flow_name=flow_name))
+
+
+def is_root(flow_run: FlowRun) -> bool:
+    """Return True if a person or a runner started a flow run, so that it can be started again without its caller."""
+    return (
+        flow_run.parent_task_run_id is None
+        or flow_run.deployment_id is not None
+        or flow_run.work_pool_name is not None
+        or os.environ.get("PREFECT__FLOW_RUN_ID") == str(flow_run.id)
+    )
+
+
+def _look_up(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str = "") -> TrainingPosition:
+    """Read the position of a flow run from the Prefect API: its parent's position, extended by the call of the subflow.
+
+    Without ``flow_name``, the name of the flow is read from the API as well.
+    """
+    flow_run_id = str(flow_run.id)
+    # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
+    call = None if is_root(flow_run) else client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
+    if call is None or call.flow_run_id is None:
+        owner = _owner(flow_run, flow_name or client.read_flow(flow_run.flow_id).name)
+        resources = [object_as_related_resource("flow-run", "flow-run", flow_run)]
+        if flow_run.deployment_id is not None:
+            deployment = client.read_deployment(flow_run.deployment_id)
+            owner = owner.model_copy(update={"deployment_name": deployment.name})
+            resources.append(object_as_related_resource("deployment", "deployment", deployment))
+        resources += tags_as_related_resources(flow_run.tags)
+        # Prefect adds the resources of the flow run that trains, so they are needed for its parents only.
+        related = () if flow_name else tuple(resource.root for resource in resources)
+        return TrainingPosition(owner, (flow_run_id,), related=related, resumed=(flow_run.run_count or 0) > 1)
+    parent = _look_up(client, client.read_flow_run(call.flow_run_id))
+    name = flow_name or call.name.removesuffix(f"-{call.dynamic_key}")
+    if call.dynamic_key.isdigit():
+        number = str(int(call.dynamic_key) + 1)
+    else:  # a call in a task has a random key: ``t`` and its number among the calls in tasks of the parent
+        outer = (f"{call.flow_name} {call.number}" for call in parent.calls)
+        key = ("subflow", parent.owner.flow_run_id, str(parent.owner.execution), *outer, name)
+        number = f"t{_registry.number_for((flow_run_id,), partial(_registry.next_number, key, parent.flow_run_ids[0]))}"
+    ids = (flow_run_id, *parent.flow_run_ids)
+    return replace(parent, flow_run_ids=ids, calls=(*parent.calls, Call(name, number)))
+
+
+def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
+    return Owner(
+        flow_run_id=str(flow_run.id),
+        deployment_id=str(flow_run.deployment_id or ""),
+        flow_name=flow_name,
+        flow_run_name=flow_run.name,
+        execution=flow_run.run_count,
+    )
+
+
+class _Registry:
+    """The positions of the flow runs in this process, and the numbers of the trainings and subflows called in them.
+
+    The package sees a flow run only in the calls of the user's flows. The registry outlives these calls.
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[str, TrainingPosition] = {}
+        self._counts: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: count(1))
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._lock = threading.RLock()
+
+    def next_number(self, key: tuple[str, ...], flow_run_id: str) -> int:
+        """Return the number of a new call of a training or subflow. Calls with the same key are counted from 1.
+
+        A call in a task of the flow run keeps its number when the task is retried.
+        """
+        task = TaskRunContext.get()
+        with self._lock:
+            if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+                return next(self._counts[key])
+            task_key = (*key, str(task.task_run.id))
+            call = next(self._counts[(*task_key, str(task.task_run.run_count))])
+            return self.number_for((*task_key, f"number {call}"), lambda: next(self._counts[key]))
+
+    def number_for(self, key: tuple[str, ...], make: Callable[[], int]) -> int:
+        """Return the call number stored under a key. If there is none, store and return the result of ``make``."""
+        with self._lock:
+            return self._numbers.get(key) or self._numbers.setdefault(key, make())
+
+
+_registry = _Registry()

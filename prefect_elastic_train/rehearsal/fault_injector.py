@@ -1,0 +1,179 @@
+"""Scenarios of a rehearsal: an undisturbed training, and one into which faults are injected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import psutil
+
+from prefect_elastic_train.core.request import DRIVER_MODULE
+from prefect_elastic_train.rehearsal.certificate import InjectedFault
+from prefect_elastic_train.rehearsal.sandbox import Sandbox, Scenario
+from prefect_elastic_train.rehearsal.schedule import DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, PlannedFault
+from prefect_elastic_train.rehearsal.trace import Trace
+
+_DRAIN_SECONDS = 20.0
+_OUTAGE_SECONDS = 6.0
+
+
+def run_undisturbed(trace: Trace, seconds: float) -> Scenario:
+    """Scenario without faults: let a training run for ``seconds`` after its first report, and then stop it.
+
+    Without a checkpoint by then, it runs for twice that time. A failure of a worker also stops it.
+    """
+    while not trace.worker_failures:
+        times = trace.progress_times
+        trained = times[-1] - times[0] if times else 0.0
+        if trained > (seconds if trace.saves else 2 * seconds):
+            return
+        yield
+
+
+@dataclass
+class FaultInjector:
+    """Injector of the planned faults of a training in a rehearsal.
+
+    Each fault is injected after a checkpoint that is newer than the recovery from the previous fault.
+
+    Attributes:
+        faults: The faults that are left to inject.
+        is_far_enough: Returns True if a training with this trace may stop, unless it is recovering from a fault.
+        timeout_seconds: Time limit for the recovery from a fault, and from there to the next fault.
+        log: Called with each line of progress.
+        injected: The faults that were injected.
+    """
+
+    sandbox: Sandbox
+    faults: list[PlannedFault]
+    is_far_enough: Callable[[Trace], bool]
+    timeout_seconds: float
+    log: Callable[[str], None]
+    injected: list[InjectedFault] = field(default_factory=list)
+    _draining_node: str = ""
+
+    def inject_faults(self, trace: Trace) -> Scenario:
+        """Scenario with faults: inject the planned faults into a training one by one, and then stop it.
+
+        The training is stopped when it is far enough, does not recover from a fault, or makes no progress in time.
+        """
+        min_save = 0
+        since = time.monotonic()
+        while not self.is_far_enough(trace):
+            waited = time.monotonic() - since
+            if waited > self.timeout_seconds:
+                return
+            has_new_save = bool(trace.saves) and trace.saves[-1] >= min_save
+            if self.faults and has_new_save and waited > self.faults[0].wait_seconds:
+                with suppress(psutil.Error):  # the target has exited by itself; the fault is tried again
+                    yield from self._inject(self.faults[0], trace)
+                    if not self.injected[-1].recovered:
+                        return
+                    min_save = len(trace.reports) + 1
+                    since = time.monotonic()
+            yield
+
+    def _inject(self, fault: PlannedFault, trace: Trace) -> Scenario:
+        """Inject one fault into a training, wait for new progress after it, and record the result in ``injected``.
+
+        If the loop returned before it made new progress, the fault stays planned for the next training.
+        """
+        began_at = time.time()
+        before = trace.model_copy(deep=True)
+        description = self._start(fault, trace)
+        self.log(f"{fault.kind}: {description}")
+        recovered = False
+        try:
+            while not recovered:
+                seconds = time.time() - began_at
+                if seconds > self.timeout_seconds:
+                    break
+                yield
+                if seconds > _OUTAGE_SECONDS:
+                    self.sandbox.outage.unlink(missing_ok=True)
+                if seconds > _DRAIN_SECONDS:
+                    self._remove_draining_node()
+                recovered = self._has_recovered(fault, before, trace)
+        finally:
+            self.sandbox.outage.unlink(missing_ok=True)
+            self._remove_draining_node()
+            if recovered or not trace.is_complete:  # else the loop returned too early, and the next training repeats it
+                times = [began_at, *(at for at in trace.progress_times if at > began_at)]
+                pause = max((later - earlier for earlier, later in pairwise(times)), default=time.time() - began_at)
+                injected = InjectedFault(
+                    kind=fault.kind,
+                    what=description,
+                    recovered=recovered,
+                    seconds=round(pause, 1),
+                    redone=trace.redone - before.redone,
+                    workers=len(trace.ranks),
+                )
+                self.injected.append(injected)
+                self.faults.remove(fault)
+                self.log(f"{fault.kind}: {injected.outcome}")
+
+    def _has_recovered(self, fault: PlannedFault, before: Trace, trace: Trace) -> bool:
+        """Return True if a training has recovered from a fault.
+
+        After an outage of the storage it must have a new checkpoint. After any other fault, a new worker group must
+        have made progress; after a growth, with more workers.
+
+        Args:
+            fault: The fault.
+            before: Trace of the training before the fault.
+            trace: Trace of the training now.
+        """
+        if fault.kind == STORAGE:
+            has_new_save = max(trace.saves, default=-1) >= len(before.progress_times)
+            return has_new_save and not self.sandbox.outage.exists()
+        is_new_group = trace.group_count > before.group_count and trace.progress_times[-1] >= trace.started_at
+        has_grown = fault.kind != GROWTH or len(trace.ranks) > len(before.ranks)
+        return is_new_group and has_grown and not self._draining_node
+
+    def _start(self, fault: PlannedFault, trace: Trace) -> str:
+        """Begin a fault, such as killing a rank or adding a node, and return its description for the certificate.
+
+        Raise psutil.Error if the process to kill or suspend has exited.
+        """
+        if fault.kind in (WORKER, FREEZE):
+            process_name, rank = fault.choose(sorted(trace.ranks.items(), key=lambda item: item[1]))
+            process = psutil.Process(int(process_name.rpartition(":")[2]))
+            if fault.kind == WORKER:
+                process.kill()
+                return f"rank {rank} was killed"
+            process.suspend()
+            return f"rank {rank} was suspended"
+        if fault.kind == DRIVER:
+            drivers = [child for child in psutil.Process().children() if DRIVER_MODULE in child.cmdline()]
+            if not drivers:
+                raise psutil.NoSuchProcess(0)
+            min(drivers, key=psutil.Process.create_time).kill()  # a younger one is the pre-started driver
+            return "the driver was killed"
+        if fault.kind == STORAGE:
+            self.sandbox.outage.touch()
+            return f"the storage did not answer for {_OUTAGE_SECONDS:g} s"
+        if fault.kind == GROWTH:
+            self.sandbox.add_node()
+            return "a node was added"
+        node_id = fault.choose(self.sandbox.nodes.ids)
+        if fault.kind == NODE:
+            self._remove_node(node_id)
+            return "a node was killed"
+        self.sandbox.nodes.drain(node_id, _DRAIN_SECONDS)
+        self._draining_node = node_id
+        return f"a node was drained, and killed after {_DRAIN_SECONDS:g} s"
+
+    def _remove_draining_node(self) -> None:
+        """Kill the node of the sandbox that is being drained, if there is one."""
+        if self._draining_node:
+            self._remove_node(self._draining_node)
+            self._draining_node = ""
+
+    def _remove_node(self, node_id: str) -> None:
+        """Kill a node of the sandbox, and add another one if the training cannot continue without it."""
+        self.sandbox.nodes.remove(node_id)
+        if not self.sandbox.can_shrink:
+            self.sandbox.add_node()

@@ -1,0 +1,173 @@
+"""A Ray cluster on this machine whose nodes are added, drained and killed during a training.
+
+As a script, this module owns the cluster. It reads requests from its standard input, one JSON object a line, until the
+input is closed. If its environment names a fork server, each node gets one for the framework in the argument.
+
+Uses ``ray.cluster_utils.Cluster``, with which Ray tests itself, and ``ray._raylet.GcsClient``, since Ray has no public
+function that drains a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.supervisor import fork_server
+from prefect_elastic_train.supervisor.raylet_patches import patch_raylet_start
+
+COMMAND = (sys.executable, "-m", "prefect_elastic_train.rehearsal.node_cluster")
+#: Begins a line with a result: Ray prints to standard output, too.
+_RESULT = b"@result "
+_REQUEST_TIMEOUT_SECONDS = 120.0
+
+
+class NodeClusterError(ElasticTrainError):
+    """The process that owns a rehearsal's Ray cluster has exited, or did not carry out a request in time."""
+
+
+class NodeCluster:
+    """Client of the process that owns a Ray cluster on this machine and runs :data:`COMMAND`.
+
+    The caller starts and stops that process.
+
+    Attributes:
+        address: ``host:port`` of the head, whose node has ``head_cpus`` CPUs and no other resources.
+        ids: Ray's ids of the other nodes, without those removed.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], head_cpus: int = 0) -> None:
+        self._process = process
+        self.address: str = self._request("start", cpus=head_cpus)
+        self.ids: list[str] = []
+
+    def add(self, **node: Any) -> str:
+        """Start a node of the Ray cluster, with the arguments of Ray's ``Cluster.add_node``.
+
+        Return Ray's id of the node once it has joined the cluster.
+        """
+        node_id: str = self._request("add", node=node)
+        self.ids.append(node_id)
+        return node_id
+
+    def remove(self, *node_ids: str) -> None:
+        """Kill nodes of the Ray cluster, by their ids, without a drain."""
+        for node_id in node_ids:
+            self._request("remove", node_id=node_id)
+            self.ids.remove(node_id)
+
+    def drain(self, node_id: str, seconds: float) -> None:
+        """Drain a node: announce to the Ray cluster that the node will be preempted in ``seconds``.
+
+        The caller has to kill the node with :meth:`remove`.
+        """
+        self._request("drain", node_id=node_id, seconds=seconds)
+
+    def _request(self, method: str, **arguments: Any) -> Any:
+        """Have the process that owns the Ray cluster call a method of :class:`_Server`, and return its result.
+
+        Raise NodeClusterError if the process exits or does not respond in time.
+        """
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        deadline = time.monotonic() + _REQUEST_TIMEOUT_SECONDS
+        try:
+            stdin.write(json.dumps({"method": method, **arguments}).encode() + b"\n")
+            stdin.flush()
+            while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                line = stdout.readline() or _RESULT  # at the end of the output: raises ValueError below
+                if line.startswith(_RESULT):
+                    return json.loads(line.removeprefix(_RESULT))
+        except (BrokenPipeError, ValueError) as error:
+            raise NodeClusterError(f"the Ray cluster exited during the request {method!r}") from error
+        raise NodeClusterError(f"the Ray cluster did not answer {method!r} within {_REQUEST_TIMEOUT_SECONDS:g} s")
+
+
+class _Node(NamedTuple):
+    """Node of the rehearsal's Ray cluster, with its fork server, if it has one."""
+
+    ray_node: Any
+    fork_server: subprocess.Popen[bytes] | None
+
+
+class _Server:
+    """Owner of the rehearsal's Ray cluster, in the process that :class:`NodeCluster` sends its requests to.
+
+    Each public method carries out a request and returns its result.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+        self._socket = os.environ.get(FORK_SERVER_VARIABLE, "")
+        self._cluster: Any = None
+        self._nodes: dict[str, _Node] = {}
+        self._started_nodes = 0
+
+    def start(self, cpus: int) -> str:
+        from ray.cluster_utils import Cluster
+
+        self._start_fork_server()
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+        return str(self._cluster.address)
+
+    def add(self, node: dict[str, Any]) -> str:
+        server = self._start_fork_server()
+        ray_node = self._cluster.add_node(**node)
+        self._nodes[ray_node.node_id] = _Node(ray_node, server)
+        return str(ray_node.node_id)
+
+    def remove(self, node_id: str) -> None:
+        node = self._nodes.pop(node_id)
+        self._cluster.remove_node(node.ray_node, allow_graceful=False)
+        if node.fork_server is not None:
+            node.fork_server.kill()
+            node.fork_server.wait()
+
+    def drain(self, node_id: str, seconds: float) -> None:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        deadline_ms = int((time.time() + seconds) * 1000)
+        client = GcsClient(address=self._cluster.address)
+        is_accepted, rejection = client.drain_node(node_id, reason, "preempted by a rehearsal", deadline_ms)
+        if not is_accepted:
+            raise RuntimeError(f"the node cannot be drained: {rejection}")
+
+    def _start_fork_server(self) -> subprocess.Popen[bytes] | None:
+        """Start the fork server of the node that is started next. Return None if nodes have no fork servers."""
+        if not self._socket:
+            return None
+        self._started_nodes += 1
+        os.environ[FORK_SERVER_VARIABLE] = f"{self._socket}{self._started_nodes}"
+        command = [sys.executable, "-m", fork_server.__name__, self._framework, "1"]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def serve(requests: Iterable[str], framework: str = "none") -> None:
+    """Own a rehearsal's Ray cluster: carry out requests until their end, and print a line with the result of each.
+
+    Args:
+        requests: Requests, one JSON object a line, with the name of a method of :class:`_Server` and its arguments.
+        framework: Framework that the fork servers import.
+    """
+    patch_raylet_start()
+    server = _Server(framework)
+    for line in requests:
+        request = json.loads(line)
+        result = getattr(server, request.pop("method"))(**request)
+        sys.stdout.buffer.write(_RESULT + json.dumps(result).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, *sys.argv[1:])

@@ -1,0 +1,299 @@
+"""Runs a rehearsal, from the undisturbed training to the certificate."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.context import FlowRunContext
+
+from prefect_elastic_train.blocks import ElasticScaling
+from prefect_elastic_train.blocks.lookup import load_block
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.core.payload import Payload
+from prefect_elastic_train.driver.termination_signals import watch_signals
+from prefect_elastic_train.orchestration.arguments import check_options
+from prefect_elastic_train.rehearsal.certificate import Certificate, Problem
+from prefect_elastic_train.rehearsal.comparison import (
+    RESIZE_TOLERANCE,
+    Comparison,
+    compare_trainings,
+    diagnose_undisturbed,
+)
+from prefect_elastic_train.rehearsal.fault_injector import FaultInjector, run_undisturbed
+from prefect_elastic_train.rehearsal.sandbox import Sandbox
+from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
+from prefect_elastic_train.rehearsal.trace import Trace
+from prefect_elastic_train.runs.fingerprints import train_loop_name
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.sample_check import check_samples
+from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.supervisor.devices import visible_gpus
+
+#: Share of the rehearsal for the undisturbed training, and the least time for it.
+_UNDISTURBED_SHARE = 0.15
+_MIN_UNDISTURBED_SECONDS = 12.0
+#: Least stall timeout of the undisturbed training, and of the trainings under faults.
+_UNDISTURBED_STALL_SECONDS = 60.0
+_MIN_STALL_SECONDS = 15.0
+#: Stall timeout of a training under faults, relative to the longest time between two reports.
+_STALL_FACTOR = 2.0
+_MAX_WAIT_SECONDS = 5.0
+_RECOVERY_SECONDS = 120.0
+_MAX_TRAININGS = 5
+#: A rehearsal is stopped after this many times its ``minutes``.
+_MAX_OVERRUN = 3.0
+
+
+def rehearse(
+    train_loop: Callable[..., Any] | str,
+    train_loop_config: Any = None,
+    *,
+    framework: str = "torch",
+    scaling: ElasticScaling | str | None = None,
+    workers: int = 2,
+    faults: Sequence[str] = KINDS,
+    minutes: float = 10.0,
+    seed: int = 0,
+    tolerance: float = RESIZE_TOLERANCE,
+    datasets: Any = None,
+    torch_config: Any = None,
+    jax_config: Any = None,
+    save_to: str | Path | None = None,
+    tell: Callable[[str], None] | None = None,
+    on_line: Callable[[str, str], None] | None = None,
+) -> Certificate:
+    """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two trainings.
+
+    Both stop early, so use a config with which the loop saves several times a minute. Only the certificate is kept. In
+    a flow it is also an artifact of the flow run.
+
+    Args:
+        train_loop, train_loop_config, framework, datasets, torch_config, jax_config: As in ``elastic_train``.
+        scaling: The ``ElasticScaling`` block or its name: resources per worker, and ``min_workers``.
+        workers: Number of workers of the undisturbed training.
+        faults: Kinds of faults to inject: "worker", "driver", "freeze", "storage", "node", "drain", "growth".
+        minutes: Approximate duration. After three times that, the rehearsal stops, and the certificate does not pass.
+        seed: Random seed of the fault schedule.
+        tolerance: Limit for the norm of the state's difference soon after a change of the number of workers. Use 0.01
+            for bfloat16, and 0.1 with dropout, which draws other numbers on other ranks.
+        save_to: Folder for the certificate as JSON and HTML, also if the rehearsal fails. None: it is not written.
+        tell: Called with each line of progress.
+        on_line: Called with source and text of each line of output of the drivers and workers.
+
+    Raises:
+        ConfigurationError: The arguments are wrong; nothing was started.
+        ElasticTrainError: The cluster does not start, or the loop fails undisturbed.
+    """
+    watch_signals()
+    check_options({"framework": framework, "timeout_seconds": 60 * minutes})
+    _check_faults(faults, workers)
+    block = _sandbox_scaling(scaling, workers)
+    payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
+    certificate = _new_certificate(payload, framework, block, seed)
+    with (
+        _saved_at_end(certificate, save_to),
+        tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
+        closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
+    ):
+        _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
+    if FlowRunContext.get() is not None:
+        description = f"rehearsal of {certificate.loop}"
+        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
+    return certificate
+
+
+def _ignore(*_: str) -> None:
+    """Ignore a line of progress or output: the default of ``tell`` and ``on_line`` of :func:`rehearse`."""
+
+
+def _check_faults(faults: Sequence[str], workers: int) -> None:
+    """Raise ConfigurationError if a rehearsal has an unknown kind of fault, no fault, or no worker."""
+    if not faults or not {*faults} <= {*KINDS} or workers < 1:
+        raise ConfigurationError(
+            f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
+            f"{', '.join(KINDS)}"
+        )
+
+
+def _new_certificate(payload: Payload, framework: str, scaling: ElasticScaling, seed: int) -> Certificate:
+    """Return the certificate of a rehearsal that begins now, without results."""
+    sizes = {scaling.min_workers, scaling.max_workers}
+    return Certificate(
+        loop=train_loop_name(payload.train_loop),
+        framework=framework,
+        workers=" to ".join(map(str, sorted(sizes))),
+        seed=seed,
+        at=time.time(),
+        versions={package: version(package) for package in ("prefect-elastic-train", "ray", "prefect")},
+    )
+
+
+@contextmanager
+def _saved_at_end(certificate: Certificate, save_to: str | Path | None) -> Iterator[None]:
+    """Save the certificate when the ``with`` block of the rehearsal ends; without ``save_to`` only set its duration.
+
+    If the rehearsal was interrupted or failed, a problem is added to the certificate first.
+    """
+    try:
+        yield
+    except BaseException as error:
+        message = f"{type(error).__name__} {error}".strip()
+        certificate.add(Problem(about="rehearsal incomplete", message=message))
+        raise
+    finally:
+        certificate.seconds = round(time.time() - certificate.at, 1)
+        if save_to is not None:
+            certificate.save(Path(save_to))
+
+
+@dataclass
+class _Rehearsal:
+    """Rehearsal of a train loop: its trainings, undisturbed and under faults, whose results fill in a certificate."""
+
+    certificate: Certificate
+    sandbox: Sandbox
+    seconds: float
+    tolerance: float
+    log: Callable[[str], None]
+
+    def run(self, kinds: Sequence[str]) -> None:
+        """Train the loop undisturbed, then under faults of these kinds, and record the results in the certificate.
+
+        No fault is injected if a worker fails undisturbed, or if there is no checkpoint to resume from.
+
+        Raises:
+            ElasticTrainError: The cluster does not start, or the undisturbed training fails and no worker has failed.
+        """
+        self.sandbox.ends_at = self.certificate.at + _MAX_OVERRUN * self.seconds
+        self.log("starting a cluster")
+        self.sandbox.open()
+        self.log("training undisturbed")
+        seconds = self._undisturbed_seconds
+        scenario = partial(run_undisturbed, seconds=seconds)
+        trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
+        self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
+        if trace.failure and not trace.worker_failures:
+            raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
+        self.certificate.add(*diagnose_undisturbed(trace))
+        if not trace.saves or trace.worker_failures:
+            self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
+            return
+        max_wait = min(_MAX_WAIT_SECONDS, trace.save_interval())
+        faults = schedule_faults(kinds, self.certificate.seed, max_wait, self.sandbox.can_shrink)
+        self._train_under_faults(trace, faults)
+
+    @property
+    def _undisturbed_seconds(self) -> float:
+        return max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
+
+    def _train_under_faults(self, undisturbed: Trace, faults: list[PlannedFault]) -> None:
+        """Train the loop under faults, several times if needed, and compare each training with the undisturbed one.
+
+        No other training follows when all faults are injected, the loop does not recover, a training had no fault, or
+        the time is up. The results are recorded in the certificate.
+        """
+        counter = undisturbed.counter()
+        last = len(undisturbed.reports) - 1 if undisturbed.is_complete else undisturbed.saves[-1]
+        target = undisturbed.progress(last, counter)
+        times = [undisturbed.started_at, *(report.at for report in undisturbed.reports)]
+        longest = max(after - before for before, after in pairwise(times))
+        stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
+        timeout = _RECOVERY_SECONDS + stall_timeout + self._undisturbed_seconds
+        comparisons: list[Comparison] = []
+
+        def is_far_enough(trace: Trace) -> bool:
+            return bool(trace.saves) and trace.progress(trace.saves[-1], counter) >= target
+
+        for number in range(1, _MAX_TRAININGS + 1):
+            if faults[0].kind == GROWTH:  # the previous training ended between the loss of a node and the growth
+                faults.insert(0, faults[0]._replace(kind=NODE))
+            self.log(f"training under faults: {', '.join(fault.kind for fault in faults)}")
+            name = f"disturbed-{number}"
+            injector = FaultInjector(self.sandbox, faults, is_far_enough, timeout, self.log)
+            trace = self.sandbox.train(name, len(faults), stall_timeout, injector.inject_faults)
+            self.certificate.faults += injector.injected
+            if trace.failure:
+                self.certificate.add(Problem(about="does not recover", message=trace.failure))
+            if trace.reports:
+                comparisons.append(self._compare(undisturbed, trace, self.sandbox.folder / name))
+            shutil.rmtree(self.sandbox.folder / name, ignore_errors=True)
+            if trace.failure or not faults or not injector.injected or time.time() > self.sandbox.ends_at:
+                break
+        if faults:
+            message = f"not injected: {', '.join(fault.kind for fault in faults)}"
+            remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
+            self.certificate.add(Problem(about="rehearsal incomplete", message=message, remedy=remedy))
+        if comparisons:
+            self._record_worst(comparisons)
+
+    def _compare(self, undisturbed: Trace, trace: Trace, folder: Path) -> Comparison:
+        """Compare a training under faults with the undisturbed one, and check the samples that it has trained on.
+
+        Add the problems to the certificate, and return the comparison.
+
+        Args:
+            undisturbed: Trace of the undisturbed training.
+            trace: Trace of the training under faults.
+            folder: Run directory of the training under faults.
+        """
+        comparison = compare_trainings(
+            undisturbed, trace, self.sandbox.folder / "undisturbed", folder, tolerance=self.tolerance
+        )
+        self.certificate.add(*comparison.problems)
+        check = check_samples(RunDirectory(LocalRunStore(str(folder))))
+        if check is not None and not check.unknown:
+            self.certificate.samples = self.certificate.samples or check.message
+            if check.wrong or not check.exact:
+                self.certificate.add(Problem(about="samples", message=check.message))
+        return comparison
+
+    def _record_worst(self, comparisons: Sequence[Comparison]) -> None:
+        """Record the worst comparison of the trainings in the certificate.
+
+        It is the comparison with the largest difference; one with problems takes precedence.
+        """
+        worst = max(comparisons, key=lambda comparison: (bool(comparison.problems), comparison.difference or 0.0))
+        self.certificate.compared = worst.compared
+        self.certificate.difference = worst.difference
+        self.certificate.metrics = worst.metrics
+        self.certificate.undisturbed_metrics = worst.undisturbed_metrics
+
+
+def _sandbox_scaling(scaling: ElasticScaling | str | None, workers: int) -> ElasticScaling:
+    """Load the ``ElasticScaling`` block, and return a copy adapted to the cluster of a rehearsal.
+
+    That cluster runs on this machine and has one node for each worker.
+
+    Raises:
+        ConfigurationError: The block cannot be loaded, is for TPUs, or needs more GPUs than this process may use.
+    """
+    block: ElasticScaling = load_block("scaling", scaling)
+    if block.accelerator == "tpu":
+        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
+    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
+    available = visible_gpus()
+    if available and gpus > len(available):
+        raise ConfigurationError(
+            f"{workers} workers need {gpus} GPUs, and this process may use {len(available)}; use fewer workers"
+        )
+    return block.model_copy(
+        update={
+            "max_workers": workers,
+            "min_workers": min(block.min_workers, workers),
+            "wait_for_max_seconds": 30.0,
+            "label_selector": {},
+            "placement_strategy": "PACK",
+        }
+    )

@@ -1,0 +1,125 @@
+"""Trace of one training: its reports that count, collected from its events."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from prefect_elastic_train.core import events as ev
+
+#: Names of metrics by which loops count their progress, the finest first.
+COUNTERS = ("global_step", "step", "iteration", "epoch")
+
+
+class TracedReport(NamedTuple):
+    """Report of rank 0 in the trace of a training.
+
+    Attributes:
+        metrics: The metrics that are numbers.
+        at: Time of the report, in seconds since the epoch.
+        world_size: Number of workers.
+        group: Number of the worker group, from 1.
+        checkpoint: Name of the checkpoint; empty if the report has none.
+    """
+
+    metrics: dict[str, float]
+    at: float
+    world_size: int
+    group: int
+    checkpoint: str
+
+
+class Trace(BaseModel, ev.EventHandler):
+    """Trace of one training in a rehearsal: its reports that count, in order, collected from its events.
+
+    A new worker group drops the reports after the checkpoint that it starts from; all reports without a checkpoint.
+
+    Attributes:
+        progress_times: Time of each report that was further than all earlier reports, in seconds since the epoch.
+        redone: Number of reports that were dropped, and so are repeated.
+        group_count: Number of worker groups that were started.
+        ranks: The ranks of the current worker group, by address and process id of their workers.
+        started_at: Start of the current worker group, in seconds since the epoch.
+        stall_seconds: Time that the loop was blocked by its checkpoints.
+        ignored_checkpoint: Warning about a worker group that ignored its checkpoint.
+        failure: Reason for a final failure of the training.
+    """
+
+    reports: list[TracedReport] = []
+    progress_times: list[float] = []
+    redone: int = 0
+    group_count: int = 0
+    ranks: dict[str, int] = {}
+    started_at: float = 0.0
+    stall_seconds: float = 0.0
+    ignored_checkpoint: str = ""
+    worker_failures: list[ev.WorkerFailed] = []
+    is_complete: bool = False
+    failure: str = ""
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        count = 0
+        if event.checkpoint:
+            # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
+            checkpoints = [report.checkpoint for report in self.reports]
+            is_known = event.checkpoint in checkpoints
+            count = checkpoints.index(event.checkpoint) + 1 if is_known else len(checkpoints)
+        self.redone += len(self.reports) - count
+        del self.reports[count:]
+        self.group_count += 1
+        self.ranks = event.ranks
+        self.started_at = event.at
+
+    def on_report(self, event: ev.Report) -> None:
+        checkpoint = event.checkpoint if isinstance(event, ev.CheckpointCommitted) else ""
+        numbers = {name: value for name, value in event.metrics.items() if type(value) in (int, float)}
+        self.reports.append(TracedReport(numbers, event.at, event.world_size, self.group_count, checkpoint))
+        if len(self.reports) > len(self.progress_times):
+            self.progress_times.append(event.at)
+
+    def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
+        self.stall_seconds += event.seconds
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        if event.problem == "checkpoint-ignored":
+            self.ignored_checkpoint = event.message
+
+    def on_worker_failed(self, event: ev.WorkerFailed) -> None:
+        self.worker_failures.append(event)
+
+    @property
+    def saves(self) -> list[int]:
+        """Indices, in ``reports``, of the reports with a checkpoint."""
+        return [index for index, report in enumerate(self.reports) if report.checkpoint]
+
+    @property
+    def group_sizes(self) -> dict[int, int]:
+        """Number of workers of each worker group that has reports that count, by the number of the group."""
+        return {report.group: report.world_size for report in self.reports}
+
+    def save_interval(self) -> float:
+        """Return the average seconds between two checkpoints, for a training with one worker group and a checkpoint."""
+        return (self.reports[self.saves[-1]].at - self.started_at) / len(self.saves)
+
+    def counter(self) -> str:
+        """Return the name of the metric by which the loop counts its progress; empty if there is none.
+
+        It is the first of :data:`COUNTERS` that grows with each report.
+        """
+        for name in COUNTERS:
+            values = [report.metrics.get(name, math.nan) for report in self.reports]
+            if values and all(after > before for before, after in pairwise([-math.inf, *values])):
+                return name
+        return ""
+
+    def progress(self, index: int, counter: str) -> float:
+        """Return the progress of the loop at a report: the value of a counter, or the number of reports up to it.
+
+        Args:
+            index: Index of the report in ``reports``.
+            counter: Name of the metric that counts the progress, from :meth:`counter`; empty: none.
+        """
+        return self.reports[index].metrics.get(counter, index + 1)

@@ -1,0 +1,39 @@
+"""Formats of values for users. Belongs to the flow process and the CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from functools import partial
+
+from humanize import naturalsize
+
+#: Returns a size in bytes as text, such as ``3.0 MiB`` or ``6 Bytes``.
+size = partial(naturalsize, binary=True)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as text in the largest unit that it fills, such as ``1.5 h``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.1f} s"
+
+
+def clock(at: float, now: float | None = None) -> str:
+    """Return a time (seconds since the epoch) as text in UTC, without its date if that is the date of ``now``."""
+    moment = datetime.fromtimestamp(at, timezone.utc)
+    is_today = now is not None and moment.date() == datetime.fromtimestamp(now, timezone.utc).date()
+    return f"{moment:%H:%M:%S}" if is_today else f"{moment:%Y-%m-%d %H:%M:%S}"
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return counts with their names, such as ``1 resize, 2 preemptions``; empty for none."""
+    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
+
+
+def format_metrics(metrics: Mapping[str, object]) -> str:
+    """Return metrics as text, such as ``loss=0.1235, step=7``."""
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
+    )

@@ -1,0 +1,160 @@
+"""Liveness of a run's driver: the heartbeat that it writes, and the checks by other processes."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from prefect_elastic_train.core.records import Heartbeat, Owner, decode, encode
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.run_directory import RecordedAttempt, RunDirectory, newest_attempt_number
+from prefect_elastic_train.storage.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+_MISSED_BEATS = 3  # number of intervals without a new heartbeat after which a driver counts as dead
+#: Age at which a heartbeat counts as that of a dead driver, even if clocks differ. A driver without storage gives up
+#: after ``retry_seconds`` of the storage block, by default half of it.
+_DEAD_SECONDS = 600.0
+
+
+class Liveness(str, enum.Enum):
+    """State of the driver of a run's newest attempt, as far as another process can observe it."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+class DriverState(NamedTuple):
+    """Liveness of a driver, a message about it, and when the driver was last active, in seconds since the epoch."""
+
+    liveness: Liveness
+    detail: str
+    active_at: float
+
+
+class HeartbeatWriter:
+    """Writes ``heartbeat.json`` of an attempt from a thread, until it is stopped.
+
+    An outage of the storage is logged once. ``on_fenced_off`` is called once, when a later attempt has started; no
+    heartbeat is written after that.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        attempt: int,
+        on_fenced_off: Callable[[], object] = lambda: None,
+        interval_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._store = store
+        self._on_fenced_off = on_fenced_off
+        self._heartbeat = Heartbeat(attempt=attempt, beat=0, interval_seconds=interval_seconds)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-train-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop writing heartbeats. Return within two seconds."""
+        self._stopped.set()
+        self._thread.join(timeout=2)
+
+    def _run(self) -> None:
+        is_failing = False
+        while not self._stopped.is_set():
+            self._heartbeat = self._heartbeat.model_copy(update={"beat": self._heartbeat.beat + 1, "at": time.time()})
+            try:
+                if newest_attempt_number(self._store) > self._heartbeat.attempt:
+                    self._on_fenced_off()
+                    return
+                self._store.replace(layout.HEARTBEAT, encode(self._heartbeat))
+                is_failing = False
+            except Exception as error:  # noqa: BLE001 - without heartbeats the driver would count as dead
+                if not is_failing:
+                    logger.warning("could not write the heartbeat, will keep trying: %s", error)
+                is_failing = True
+            self._stopped.wait(self._heartbeat.interval_seconds)
+
+
+def host_id() -> str:
+    """Return an id of this machine or container since its boot, within which a process id is unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+def process_start(pid: int) -> float:
+    """Return the start time of a process on this machine, in clock ticks since boot.
+
+    Setting the clock does not change it.
+    """
+    return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def this_process() -> dict[str, Any]:
+    """Return the fields of an :class:`Owner` that identify this process: host, process id and start time."""
+    return {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
+
+
+def driver_process(owner: Owner) -> psutil.Process | None:
+    """Return the driver process of an owner if it runs on this machine, else None."""
+    try:
+        process = psutil.Process(owner.pid)
+        is_same = owner.host == host_id() and process_start(owner.pid) == owner.process_started_at
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, OSError, ValueError):
+        return None
+
+
+def is_alive(store: RunStore, owner: Owner | None) -> bool:
+    """Return True if the driver that holds a run is alive. Call it only if the newest attempt has no recorded end.
+
+    On the driver's own machine its process is looked up. Elsewhere, or if the owner is unknown, the heartbeat is
+    watched for three of its intervals, until it changes. No clocks are compared.
+    """
+    if owner is not None and owner.host == host_id():
+        return driver_process(owner) is not None
+    first = store.read(layout.HEARTBEAT)
+    heartbeat = decode(Heartbeat, first)
+    watch_seconds = _MISSED_BEATS * (heartbeat.interval_seconds if heartbeat else HEARTBEAT_SECONDS)
+    deadline = time.monotonic() + watch_seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, watch_seconds / 10))
+        if store.read(layout.HEARTBEAT) != first:
+            return True
+    return False
+
+
+def observe_driver(run: RunDirectory, attempt: RecordedAttempt) -> DriverState:
+    """Return the state of the driver of an attempt that has no recorded end, without waiting.
+
+    On the driver's own machine its process is looked up. Elsewhere the time of its last heartbeat is compared with this
+    machine's clock, which proves nothing if one of the two clocks is wrong; :func:`is_alive` does not depend on them.
+    """
+    now = time.time()
+    heartbeat = decode(Heartbeat, run.read(layout.HEARTBEAT))
+    beat_at = heartbeat.at if heartbeat is not None and heartbeat.attempt == attempt.number else 0.0
+    active_at = max(beat_at, attempt.record.started_at if attempt.record is not None else 0.0)
+    owner = attempt.owner or Owner(flow_run_id="", host="an unknown machine")
+    if owner.host == host_id():
+        if driver_process(owner) is not None:
+            return DriverState(Liveness.ALIVE, f"process {owner.pid} on this machine", active_at)
+        return DriverState(Liveness.DEAD, f"process {owner.pid} on this machine exited", active_at)
+    if not active_at:
+        return DriverState(Liveness.UNKNOWN, "no heartbeat", 0.0)
+    liveness = Liveness.DEAD if now - active_at > _DEAD_SECONDS else Liveness.UNKNOWN
+    if heartbeat is not None and abs(now - beat_at) <= _MISSED_BEATS * heartbeat.interval_seconds:
+        liveness = Liveness.ALIVE
+    detail = f"last active {now - active_at:.0f} s ago on {owner.host.partition('/')[0]}"
+    return DriverState(liveness, detail, active_at)

@@ -1,0 +1,128 @@
+"""Check of the sample indices that the steps of a run have seen, by the digests in its checkpoints.
+
+The data that the dataset returned for an index is not checked.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from pydantic import BaseModel
+
+from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.loop.ledger import Digest, Ledger, combine
+from prefect_elastic_train.loop.order import SampleOrder, StepBatches
+from prefect_elastic_train.loop.rank_files import rank_file
+from prefect_elastic_train.loop.training_session import SESSION_FILE
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.snapshots import checkpoint_names
+
+_SHOWN_STEPS = 10  # in a message
+_CHUNK_STEPS = 10_000  # whose samples are computed at once
+
+
+class SampleCheck(BaseModel, frozen=True):
+    """Result of comparing the samples that the steps of a run have seen with the sample order. Steps count from 0."""
+
+    name: str
+    #: Steps done at the newest checkpoint, the step at which this run began, and the samples seen in between.
+    steps: int = 0
+    began_at: int = 0
+    samples: int = 0
+    checked: int = 0  # number of steps of which a kept checkpoint has a digest
+    wrong: list[int] = []  # those of them that have not seen exactly their samples
+    exact: bool = False  # all steps together have seen exactly their samples
+    unknown: str = ""  # reason why nothing of this is known
+
+    @property
+    def message(self) -> str:
+        """The result of the comparison in a line for users."""
+        if self.unknown:
+            return self.unknown
+        seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
+        if self.exact and not self.wrong:
+            return f"{seen}: exactly the expected ones, by index"
+        steps = "before the oldest checkpoint that is kept"
+        if self.wrong:
+            steps = ", ".join(map(str, self.wrong[:_SHOWN_STEPS])) + ", ..." * (len(self.wrong) > _SHOWN_STEPS)
+        return f"{seen}, and NOT exactly the expected ones: steps {steps}"
+
+
+class _UnknownSamplesError(Exception):
+    """A checkpoint has no readable record of the samples that the steps have seen."""
+
+
+def check_samples(run: RunDirectory) -> SampleCheck | None:
+    """Compare the samples that the steps of a run have seen with its sample order; None for a run without a checkpoint.
+
+    The order of all steps is computed again, in 0.3 µs a sample. The samples seen are known from digests in the
+    checkpoints that are kept.
+    """
+    commit = run.newest_commit
+    folders = checkpoint_names(commit.snapshot if commit is not None else None)
+    if not folders:
+        return None
+    is_exact: dict[int, bool] = {}  # by step
+    about: dict[str, Any] = {}
+    total = np.zeros(3, dtype=np.uint64)
+    for folder in folders:  # the newest last
+        try:
+            about, parts = _read(run, folder)
+        except _UnknownSamplesError as error:
+            return SampleCheck(name=run.name, unknown=f"which samples were seen is not known: {error}")
+        order = SampleOrder(**about["order"])
+        digests = combine(part["steps"] for part in parts)
+        since = int(parts[0]["since"])
+        matches = (digests == _expected(order, range(since, since + len(digests)))).all(axis=1)
+        is_exact |= dict(enumerate(matches.tolist(), start=since))
+        total = combine([*(part["total"] for part in parts), *digests])
+    done = range(about["began_at"], about["step"])
+    chunks = (done[start : start + _CHUNK_STEPS] for start in range(0, len(done), _CHUNK_STEPS))
+    expected = combine(combine(_expected(order, steps)) for steps in chunks)
+    return SampleCheck(
+        name=run.name,
+        steps=about["step"],
+        began_at=about["began_at"],
+        samples=int(total[0]),
+        checked=len(is_exact),
+        wrong=sorted(step for step, matches in is_exact.items() if not matches),
+        exact=np.array_equal(total, expected),
+    )
+
+
+def _expected(order: SampleOrder, steps: range) -> Digest:
+    """Return the digests of steps that have seen exactly the samples that the sample order has for them."""
+    ledger = Ledger(steps.start)
+    for step, samples in zip(steps, StepBatches(order, steps).arrays(), strict=True):
+        ledger.add(samples, step)
+    digests: Digest = ledger.flush(steps.stop)["steps"]
+    return digests
+
+
+def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
+    """Return the session's metadata in a checkpoint, and the sample digests of each of its ranks.
+
+    Raises:
+        _UnknownSamplesError: The checkpoint has no digests, or they are damaged.
+    """
+    about = json.loads(run.store.read(f"{folder}/{SESSION_FILE}") or b"{}")
+    if "order" not in about:
+        raise _UnknownSamplesError(
+            f"checkpoint {loop_name(folder)} has no digests of them, which only a loop with batches from "
+            "prefect_elastic_train.loop.session stores"
+        )
+    return about, [_read_digests(run, folder, rank, about["world_size"]) for rank in range(about["world_size"])]
+
+
+def _read_digests(run: RunDirectory, folder: str, rank: int, world_size: int) -> dict[str, Digest]:
+    content = run.store.read(str(rank_file(folder, rank, world_size))) or b""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in ("since", "total", "steps")}
+    except (EOFError, KeyError, ValueError, BadZipFile) as error:
+        file = f"{rank_file('', rank, world_size)} of checkpoint {loop_name(folder)}"
+        raise _UnknownSamplesError(f"{file} is missing or damaged ({type(error).__name__})") from error

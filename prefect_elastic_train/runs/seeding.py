@@ -1,0 +1,199 @@
+"""``resume_from``: choose a checkpoint of another run, and copy it into a new run."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
+
+from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import CompletedRuns, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.fingerprints import LATEST_RUN, check_run_name
+from prefect_elastic_train.runs.repair import write_first_commit
+from prefect_elastic_train.runs.run_directory import RunDirectory, refusal
+from prefect_elastic_train.runs.snapshots import seed_snapshot
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.store import RunStore
+
+#: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
+_RECORDED_RUNS = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint of another run that a new run starts from.
+
+    ``run`` and ``folder`` are empty for a start from scratch.
+    """
+
+    run: str = ""
+    folder: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # messages for the user about the choice
+
+
+def choose_source(storage: Storage, request: RunRequest) -> Source:
+    """Return the checkpoint that ``resume_from`` of a request names.
+
+    It is ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``. The run ``latest`` is the newest completed run of the
+    same training. Without ``@``, the checkpoint is the newest one of a named run, and the best one of the run
+    ``latest``.
+
+    Raises:
+        AttemptFailedError: There is no such checkpoint; outcome ``invalid``.
+    """
+    name, _, choice = request.resume_from.partition("@")
+    try:
+        if name == LATEST_RUN:
+            source = _choose_from_latest_run(storage, request, choice)
+        else:
+            source = _choose_checkpoint(storage, check_run_name(name), choice or "latest")
+    except AttemptFailedError as error:
+        raise refusal(f"resume_from={request.resume_from!r}: {error}") from error
+    return replace(source, notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
+
+
+def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
+    """Copy the checkpoint that ``resume_from`` names into a new run, check the copy, and commit it.
+
+    Nothing is copied if ``resume_from`` is ``latest`` and there is no completed run: the new run starts from scratch.
+
+    Args:
+        storage: The storage of both runs.
+        request: The request of the training.
+        target: Run directory of the new run.
+
+    Returns:
+        Messages for the user; none for a run without ``resume_from``.
+
+    Raises:
+        AttemptFailedError: There is no such checkpoint, or its copy is damaged.
+    """
+    record = decode(RunRecord, target.read(layout.RUN))
+    if record is None or not record.resume_from:
+        return []
+    # A run that is taken over starts from the checkpoint that its creator requested.
+    source = choose_source(storage, replace(request, resume_from=record.resume_from))
+    chosen = f"{source.run}@{source.folder}" if source.run else ""
+    folder = physical_name(f"from-{source.run}", attempt=0, report=time.time_ns())
+    if chosen:
+        try:
+            target.copy_folder(f"{storage.run(source.run).path}/{source.folder}", folder)
+            damage = RunDirectory(target).damage_of(folder, source.manifest)
+        except FileNotFoundError:
+            damage = "it was deleted meanwhile"
+        if damage:
+            raise AttemptFailedError(
+                f"resume_from={chosen!r}: the copy of the checkpoint is damaged: {damage}; retry the flow run",
+                outcome=Outcome.STORAGE_ERROR,
+            )
+    target.replace(layout.RUN, encode(record.model_copy(update={"source": chosen})))
+    if chosen:
+        write_first_commit(target, seed_snapshot(folder, source.metrics, version("ray")))
+    return source.notes
+
+
+def record_completed_run(storage: Storage, name: str) -> None:
+    """Add a run to the list of completed runs of its training, from which ``resume_from="latest"`` chooses.
+
+    If two runs are added at the same time, one may be lost from the list.
+    """
+    record = decode(RunRecord, storage.run(name).read(layout.RUN))
+    if record is None:
+        return
+    folder, file = _completed_runs_file(storage, record.creator, record.part)
+    recorded = decode(CompletedRuns, folder.read(file)) or CompletedRuns()
+    runs = [record, *(other for other in recorded.runs if other.name != name)]
+    runs.sort(key=lambda run: run.created_at, reverse=True)
+    folder.replace(file, encode(CompletedRuns(runs=runs[:_RECORDED_RUNS])))
+
+
+def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
+    """Return a checkpoint of the newest completed run that an earlier flow run made with the same training.
+
+    ``choice`` selects the checkpoint in that run. Without such a run, return a start from scratch with a message.
+    """
+    fingerprint = request.fingerprint
+    folder, file = _completed_runs_file(storage, request.owner, request.part)
+    data = folder.read(file)
+    recorded = decode(CompletedRuns, data)
+    if recorded is None and data is not None:
+        raise refusal(
+            f"{folder.uri}/{file}, which lists the completed runs, is torn; name the run to start from, or remove that "
+            "file"
+        )
+    notes: list[str] = []
+    for record in recorded.runs if recorded is not None else []:
+        is_own = record.creator.flow_run_id == request.owner.flow_run_id
+        if is_own or not record.fingerprint.may_be_loop_of(fingerprint):
+            continue
+        try:
+            source = _choose_checkpoint(storage, record.name, choice, record)
+        except AttemptFailedError as error:
+            notes.append(str(error))
+            continue
+        if differences := record.fingerprint.differences(fingerprint):
+            notes.append(f"run {record.name!r} had another configuration: {'; '.join(differences)}")
+        return replace(source, notes=[*notes, *source.notes])
+    message = (
+        f"{storage.uri} holds no completed run with a checkpoint of training {request.part!r} (train loop "
+        f"{fingerprint.loop!r}) of this deployment or flow; it trains from the beginning"
+    )
+    return Source(notes=[*notes, message])
+
+
+def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
+    """Return the checkpoint of the run ``name`` that ``choice`` selects.
+
+    ``choice`` is ``latest``, ``best``, the loop's name of a checkpoint, or the name of its folder. If it is empty, the
+    best checkpoint is selected, or the newest if none has a score. With ``completed``, the run must be the recorded
+    one, and still be completed.
+    """
+    run = RunDirectory(storage.run(name))
+    newest = run.newest_attempt
+    if newest is not None and newest.is_pruner:
+        raise refusal(f"run {name!r} is being deleted")
+    if completed is not None:
+        is_same = run.record is not None and run.record.id == completed.id
+        if not is_same or newest is None or not newest.is_completed:
+            raise refusal(f"run {name!r} was deleted, or is not completed any more")
+    point = run.resume_point
+    if point.commit is None:
+        raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
+    results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
+    folders = [result["checkpoint_dir_name"] for result in results]
+    notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
+    best = run.best_checkpoint(point.commit)
+    score = run.score_attribute(point.commit)
+    named = [folder for folder in folders if choice in (folder, loop_name(folder))]
+    if choice in ("best", "") and best:
+        folder = best
+    elif choice in ("latest", ""):
+        folder = point.checkpoint
+        if not choice:
+            notes.append(f"no checkpoint of run {name!r} has the score {score!r}: its newest one is used")
+    elif named:
+        folder = max(named, key=age_of)
+    elif choice == "best":
+        raise refusal(f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one")
+    else:
+        names = ", ".join(sorted(map(loop_name, folders)))
+        raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
+    metrics = results[folders.index(folder)]["metrics"] or {}
+    return Source(name, folder, metrics, point.commit.manifest.get(folder, {}), notes)
+
+
+def _completed_runs_file(storage: Storage, owner: Owner, part: str) -> tuple[RunStore, str]:
+    """Return folder and name of the file that lists the completed runs of a training.
+
+    The list is for the owner's deployment, or for its flow if it has no deployment.
+    """
+    scope = f"deployment {owner.deployment_id}" if owner.deployment_id else f"flow {owner.flow_name}"
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (scope, part)]
+    return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}"), f"completed/{'/'.join(digests)}.json"

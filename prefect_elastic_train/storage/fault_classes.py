@@ -1,0 +1,140 @@
+"""Faults of a storage, recognized in exceptions of its client and of the kernel by one table of codes.
+
+A code is a store's error code, an HTTP status, an errno, or the name of an exception class, so no client is imported.
+
+Belongs to all processes.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from prefect_elastic_train.core.outcomes import StorageFaultError
+
+
+class Fault(NamedTuple):
+    """A fault of a storage: its short name, whether a person must fix it, and the remedy."""
+
+    kind: str
+    permanent: bool
+    advice: str = ""
+
+
+_UNREACHABLE = Fault("connection", permanent=False)
+_BUSY = Fault("busy", permanent=False)
+_CREDENTIALS = Fault(
+    "credentials", True, "set valid credentials in the storage block, which may read, write, list and delete here"
+)
+_EXPIRED = Fault(
+    "credentials expired", True, "renew them in the storage block, or use ambient credentials, which are renewed"
+)
+_TLS = Fault("TLS", True, "set ca_bundle for its certificate and the right endpoint_url in the storage block")
+
+_CODES: dict[Fault | None, str] = {
+    # No fault of the storage: an object does not exist, exists, or is shorter than requested.
+    None: "404 409 412 416 NoSuchKey NoSuchUpload NoSuchVersion NotFound BlobNotFound PreconditionFailed InvalidRange",
+    # Exception classes of HTTP clients and of Python.
+    _UNREACHABLE: """ChecksumError ClientConnectionError ClientPayloadError ConnectTimeoutError ConnectionError
+        CredentialRetrievalError FlexibleChecksumError HTTPClientError HTTPException HttpProcessingError
+        IncompleteReadError MetadataRetrievalError ProtocolError ResponseParserError ResponseStreamingError
+        ServiceRequestError ServiceResponseError TimeoutError TransportError gaierror""",
+    _BUSY: """408 429 BadDigest BandwidthLimitExceeded ConditionalRequestConflict IDPCommunicationError IncompleteBody
+        InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestTimeout
+        RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
+        TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch EAGAIN EBUSY
+        EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
+    _CREDENTIALS: """401 403 AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidToken
+        SignatureDoesNotMatch ClientAuthenticationError ConfigNotFound DefaultCredentialsError NoCredentialsError
+        PartialCredentialsError ProfileNotFound""",
+    _EXPIRED: """ExpiredToken ExpiredTokenException RequestExpired TokenRefreshRequired SSOTokenLoadError
+        TokenRetrievalError UnauthorizedSSOTokenError""",
+    # The response to a HEAD has no body, so an expired token has no other code.
+    _EXPIRED._replace(kind="credentials or request refused"): "400",
+    _TLS: "ClientConnectorCertificateError SSLCertVerificationError SSLError",
+    Fault("clock", True, "set this machine's clock"): "RequestTimeTooSkewed",
+    Fault("no such bucket", True, "create the bucket, or correct its name in the storage block"): "NoSuchBucket",
+    Fault("wrong region", True, "set the bucket's region in the storage block"): """301 AuthorizationHeaderMalformed
+        IllegalLocationConstraintException PermanentRedirect InvalidRegionError NoRegionError""",
+    Fault(
+        "no space", True, "make room or raise the quota; `elastic-train runs prune` deletes files that no resume needs"
+    ): "507 QuotaExceeded XMinioStorageFull EDQUOT ENOSPC",
+    Fault("read-only", True, "give this user write permission, or use another path"): "EACCES EPERM EROFS",
+    Fault(
+        "not supported", True, "use a disk, NFS, or a store such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
+    ): "501 505 NotImplemented ENOSYS ENOTSUP EOPNOTSUPP",
+}
+_FAULTS = {code: fault for fault, codes in _CODES.items() for code in codes.split()}
+#: Texts of TLS errors when the connection was closed, for example by a load balancer that restarts.
+_CLOSED_TLS = ("EOF occurred", "UNEXPECTED_EOF", "timed out")
+
+
+def diagnose(error: BaseException) -> Fault | None:
+    """Return the fault of the storage in an exception or in those that it was raised from; None if there is none.
+
+    If there are several faults, a permanent one has priority.
+    """
+    if isinstance(error, StorageFaultError):
+        return Fault(error.kind, error.permanent)
+    errors = list(chain(error))
+    # An HTTP response is more reliable than the exceptions that a client derives from it.
+    responses = [item for item in errors if any(_http_response(item))]
+    faults = [fault for item in responses or errors if (fault := _diagnose_single(item)) is not None]
+    # The original exception is more specific than those raised from it.
+    return next((fault for fault in reversed(faults) if fault.permanent), faults[-1] if faults else None)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those it was raised from, with the originals that fsspec attaches as ``error``."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        inner = getattr(current, "error", None)
+        current = current.__cause__ or (inner if isinstance(inner, BaseException) else None)
+
+
+def _diagnose_single(error: BaseException) -> Fault | None:
+    code, status = _http_response(error)
+    if code or status:
+        return _response_fault(code, status)
+    names = [base.__name__ for base in type(error).__mro__]
+    fault = next((_FAULTS[name] for name in names if name in _FAULTS), None)
+    if fault is _TLS and any(text in str(error) for text in _CLOSED_TLS):
+        return _UNREACHABLE
+    if fault is None and isinstance(error, OSError) and error.errno is not None:
+        fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
+    return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault
+
+
+def _response_fault(code: str, status: int) -> Fault | None:
+    specific = str(status) if not code or code.isdecimal() else code
+    if specific in _FAULTS:
+        return _FAULTS[specific]
+    if "Throttl" in code:
+        return _BUSY
+    if status not in (400, 404) and str(status) in _FAULTS:  # these two are less specific than the code
+        return _FAULTS[str(status)]
+    if status >= 500:  # also unofficial ones of proxies
+        return _BUSY
+    advice = "check the credentials, and the storage's log"
+    return Fault(f"refused ({code or status})", True, advice) if status >= 400 else None
+
+
+def _http_response(error: BaseException) -> tuple[str, int]:
+    """Return the error code and the HTTP status in an exception of a store's client; empty and 0 if it has none."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0
+        return code, int(status) or (int(code) if code.isdecimal() else 0)
+    if any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__):
+        return "", 0  # aiohttp's, for a response that was cut off; its status does not come from the store
+    code = str(getattr(error, "error_code", None) or "")  # azure
+    for name in ("status_code", "status", "code"):  # azure, aiohttp, gcsfs
+        value = getattr(error, name, None)
+        if isinstance(value, int | str) and str(value).isdecimal():
+            return code, int(value)
+    return code, 0

@@ -1,0 +1,248 @@
+"""A running driver as its supervisor sees it, and the one that is a child process of the flow process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.causes import last_error_line
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
+from prefect_elastic_train.core.request import STOP_FILE
+from prefect_elastic_train.core.size_limits import truncate
+from prefect_elastic_train.supervisor.driver_starter import DriverStarter
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+from prefect_elastic_train.supervisor.processes import complete, read_lines
+
+#: Longest time for which a handle waits for output in one call of `read_output`.
+POLL_SECONDS = 0.2
+NO_FINAL_EVENT = "the driver exited with code 0, but its final event was lost; the next driver finds the result"
+_RECENT_LINES = 30
+_RECENT_LINE_BYTES = 1000
+#: Longest time from a driver's final event to its exit.
+_DRIVER_EXIT_SECONDS = 15.0
+#: Time for which the output of a dead driver is still read: a process that it started may hold it open.
+_PIPE_SECONDS = 2.0
+#: Time for which a killed process that hangs in the kernel is waited for.
+_REAP_SECONDS = 10.0
+_OUTPUT_QUEUE = 10_000
+
+
+class DriverHandle(ABC):
+    """A running driver. Reads the driver's output, and keeps what its events report about the attempt."""
+
+    def __init__(self, follower: Follower, settings: ElasticTrainSettings) -> None:
+        self.follower = follower
+        self.settings = settings
+        #: Number of the attempt in the run directory; 0 before `AttemptStarted`.
+        self._attempt = 0
+        self._final_event: ev.AttemptEnded | None = None
+        self._final_event_at = float("inf")
+        #: Start of the time without a heartbeat, and the driver's activity then.
+        self._heartbeat_at = time.monotonic()
+        self._activity = "starting"
+        self._liveness_checked_at = time.monotonic()
+        self._recent_lines: deque[str] = deque(maxlen=_RECENT_LINES)
+        #: True while the output is one that an earlier process of the flow run has already received.
+        self._is_replay = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the driver unless it runs already, and prepare to read its output."""
+
+    @abstractmethod
+    def read_output(self) -> Iterator[tuple[str, bytes]]:
+        """Yield ``(source, line)`` for each new line of the driver's output. Waits a short time for lines."""
+
+    @abstractmethod
+    def poll(self) -> ev.AttemptEnded | None:
+        """Return the attempt's final event once the driver has exited or counts as lost, else None."""
+
+    @abstractmethod
+    def prepare_stop(self, reason: BaseException) -> None:
+        """Prepare to stop the driver, which may still run, after `reason` was raised in the flow process."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to release by default
+        """Stop the driver if it is a child process, and release the resources that are held for it."""
+
+    def process_line(self, source: str, line: bytes) -> None:
+        """Handle a line of the driver's output: process it if it is an event, else pass it to the follower as text."""
+        text = line.decode(errors="replace").rstrip("\n")
+        event = ev.decode_event(text[len(ev.EVENT_TAG) :]) if text.startswith(ev.EVENT_TAG) else None
+        if event is not None:
+            self.process_event(event)
+            return
+        plain_text = without_marks(text)
+        if plain_text and not WORKER_LINE.match(plain_text):
+            self._recent_lines.append(truncate(plain_text, _RECENT_LINE_BYTES))
+        if plain_text and not self._is_replay:
+            self.follower.on_line(source, text)
+
+    def process_event(self, event: ev.Event) -> None:
+        """Record the attempt number, heartbeat or final event in an event, and pass the event to the follower."""
+        if isinstance(event, ev.AttemptStarted):
+            self._attempt = event.attempt
+            self._heartbeat_at = time.monotonic()
+        elif isinstance(event, ev.ControllerAlive):
+            self._activity = event.doing
+            self._heartbeat_at = time.monotonic()
+        elif isinstance(event, ev.AttemptEnded):
+            self._final_event = event
+            self._final_event_at = time.monotonic()
+        self.follower.on_event(event, self._is_replay)
+
+    def check_liveness(self) -> ev.AttemptEnded | None:
+        """Return a final event, ``driver_lost``, if no heartbeat came for ``liveness_timeout_seconds``, else None."""
+        limit = self.settings.liveness_timeout_seconds
+        now = time.monotonic()
+        if now - self._liveness_checked_at > limit / 2:  # this process was suspended: heartbeats are unread
+            self._heartbeat_at = now
+        self._liveness_checked_at = now
+        if now - self._heartbeat_at <= limit:
+            return None
+        return self.final_event(
+            Outcome.DRIVER_LOST,
+            f"the driver and Ray Train's controller sent no heartbeat for {limit:g} s, last {self._activity}",
+        )
+
+    def final_event(self, outcome: Outcome, message: str) -> ev.AttemptEnded:
+        """Return a final event for an attempt whose driver sent none, or sent one that does not hold."""
+        return ev.AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
+
+    def last_error(self) -> str:
+        """Return the last error in the driver's output as the end of a message, ``: <error>``; empty without one."""
+        cause = last_error_line(self._recent_lines)
+        return f": {cause}" if cause else ""
+
+
+class ChildDriver(DriverHandle):
+    """A driver that is a child process of the flow process.
+
+    Args:
+        spec_file: The file that the driver reads its spec from.
+        cluster: The local cluster to start when the driver requests it; None if the driver joins another.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        settings: ElasticTrainSettings,
+        starter: DriverStarter,
+        process: subprocess.Popen[bytes],
+        spec_file: Path,
+        cluster: LocalCluster | None,
+    ) -> None:
+        super().__init__(follower, settings)
+        self._starter = starter
+        self._process = process
+        self._spec_file = spec_file
+        self._cluster = cluster
+        self._exited_at = float("inf")
+        self._is_interrupted = False
+        self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
+        self._open_streams = 2
+
+    def start(self) -> None:
+        for stream, source in ((self._process.stdout, "driver"), (self._process.stderr, "stderr")):
+            assert stream is not None
+            read_lines(stream, source, self._output)
+
+    def read_output(self) -> Iterator[tuple[str, bytes]]:
+        deadline = time.monotonic() + POLL_SECONDS
+        while self._open_streams and (left := deadline - time.monotonic()) > 0:
+            try:
+                source, line = self._output.get(timeout=left)
+            except queue.Empty:
+                return
+            if line is None:
+                self._open_streams -= 1
+            else:
+                yield source, line
+
+    def poll(self) -> ev.AttemptEnded | None:
+        """Return the attempt's final event, or None while the driver runs.
+
+        The event comes once the driver has exited and its output is read, once it hangs, or once its local cluster has
+        died.
+        """
+        now = time.monotonic()
+        if self._process.poll() is not None:
+            self._exited_at = min(self._exited_at, now)
+        if not self._open_streams or (now - self._exited_at > _PIPE_SECONDS and self._output.empty()):
+            return self._end_of_exited()
+        if self._final_event is not None:
+            return self._final_event if now - self._final_event_at > _DRIVER_EXIT_SECONDS else None
+        return self._check_cluster() or self.check_liveness()
+
+    def prepare_stop(self, reason: BaseException) -> None:
+        """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped."""
+        outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
+        self._spec_file.with_name(STOP_FILE).write_text(outcome.value)
+
+    def close(self) -> None:
+        """Stop a running driver with SIGINT, and with SIGKILL after ``stop_grace_seconds``. Delete its spec file."""
+        if self._process.poll() is None:
+            complete(self._stop)
+        self._spec_file.unlink(missing_ok=True)
+
+    def process_event(self, event: ev.Event) -> None:
+        super().process_event(event)
+        if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
+            self._cluster.start()
+        elif isinstance(event, ev.WorkerGroupStarted):
+            self._starter.schedule()
+
+    def _end_of_exited(self) -> ev.AttemptEnded:
+        code = self._wait(_DRIVER_EXIT_SECONDS)
+        if self._final_event is not None:
+            return self._final_event
+        if code == 0:
+            return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
+        cluster_lost = self._check_cluster()
+        if cluster_lost is not None:
+            return cluster_lost
+        error = self.last_error() if code != -signal.SIGKILL else ""
+        return self.final_event(
+            Outcome.DRIVER_LOST,
+            f"the driver process (pid {self._process.pid}) was ended by {_describe_exit(code)}{error}",
+        )
+
+    def _check_cluster(self) -> ev.AttemptEnded | None:
+        if self._cluster is None or not self._cluster.is_dead():
+            return None
+        reason = self._cluster.log_failure(self.follower)
+        return self.final_event(Outcome.CLUSTER_LOST, f"the local Ray cluster has died: {reason}")
+
+    def _stop(self) -> None:
+        if not self._is_interrupted:
+            self._is_interrupted = True  # before the signal: the driver's answer may raise here
+            os.kill(self._process.pid, signal.SIGINT)
+        self._wait(self.settings.stop_grace_seconds)
+
+    def _wait(self, seconds: float) -> int:
+        try:
+            return self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=_REAP_SECONDS)
+            return -signal.SIGKILL
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with suppress(ValueError):  # a real-time signal has no name
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"signal {-code}"

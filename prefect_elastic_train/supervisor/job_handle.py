@@ -1,0 +1,381 @@
+"""A driver that runs as a Ray job: submitted or found, followed by its status and its log, and stopped, over HTTP.
+
+Only the end of the job ends an attempt. While the dashboard does not answer, the state of the job is unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from ray.job_submission import JobDetails
+
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.size_limits import whole_lines
+from prefect_elastic_train.core.time_limits import JOB_STOP_SECONDS
+from prefect_elastic_train.supervisor.driver_handle import NO_FINAL_EVENT, POLL_SECONDS, DriverHandle
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
+
+_T = TypeVar("_T")
+
+#: Time for which a submission that does not arrive is repeated.
+_SUBMIT_SECONDS = 60.0
+#: Time without an answer, or without a start of the job, after which a note is logged.
+NOTE_SECONDS = 30.0
+#: Time between two requests for the state of a job.
+_REQUEST_INTERVAL_SECONDS = 1.0
+#: Time for which reading the end of an ended job's log is repeated.
+_LOG_END_SECONDS = 60.0
+#: Longest time from a driver's final event to the end of its job.
+_JOB_EXIT_SECONDS = 30.0
+#: Time after which a stopped job that is still pending is ended by another job.
+_STOP_PENDING_SECONDS = 1.5
+#: Time within which a submission that was cut short may still arrive.
+_STOP_UNKNOWN_SECONDS = 5.0
+#: Lines before the end of a log at which reading starts at least.
+_MIN_LINES = 100
+
+
+class JobDriver(DriverHandle):
+    """A driver that runs as a Ray job.
+
+    Args:
+        wait: Waits for some seconds, and checks meanwhile that the flow run goes on.
+        folder: The private folder, in which the job's package is made.
+        previous: The driver of the previous attempt in this process.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        settings: ElasticTrainSettings,
+        wait: Callable[[float], None],
+        spec: DriverSpec,
+        folder: Path,
+        previous: JobDriver | None,
+    ) -> None:
+        super().__init__(follower, settings)
+        self._wait = wait
+        self._spec = spec
+        self._folder = folder
+        self._client = JobClient(spec.cluster)
+        #: True once the dashboard has answered: then its address is not misspelt.
+        self._has_answered: bool = previous is not None and previous._has_answered
+        #: Id of a job that may still run; empty for none.
+        self._running_id: str = previous._running_id if previous is not None else ""
+        #: Time of the newest event that the flow run has received, in seconds since the epoch.
+        self._received_until: float = previous._received_until if previous is not None else 0.0
+        self._is_unknown = False
+        self._log_is_complete = False
+        self._problem = "no answer"
+        self._last_note = ""
+        self._ended_at = float("inf")
+
+    def start(self) -> None:
+        """Find the Ray job that already trains the run, or submit a new job.
+
+        Raises:
+            AttemptFailedError: The dashboard does not answer, the cluster refuses the job, or a job trains the run with
+                another ``train_loop_config``.
+        """
+        request = self._spec.request
+        cluster = self._spec.cluster
+        self._has_answered = self._has_answered or request.resumed
+        metadata = {
+            "elastic_train_run": request.run_name,
+            "elastic_train_storage": _digest(self._spec.storage.uri)[:16],
+            "elastic_train_owner": request.owner.flow_run_id,
+        }
+        jobs = self._retry(
+            self._client.submitted_jobs,
+            cluster.unreachable_timeout_seconds if self._has_answered else cluster.connect_timeout_seconds,
+        )
+        own_jobs = [job for job in jobs if metadata.items() <= (job.metadata or {}).items()]
+        running = next((job for job in own_jobs if not job.status.is_terminal()), None)
+        self._was_running = running is not None
+        config = _digest(json.dumps(request.fingerprint.config, sort_keys=True))
+        if running is not None:
+            if (running.metadata or {}).get("elastic_train_config", config) != config:
+                raise AttemptFailedError(
+                    f"job {running.submission_id} still trains run {request.run_name!r} with another "
+                    f"train_loop_config. End it with `ray job stop {running.submission_id}` and retry, or wait for its "
+                    "end",
+                    outcome=Outcome.INVALID,
+                )
+            self.job = running
+            self._received_until = self._received_until or self.follower.logged_until()
+        else:
+            name = re.sub(r"[^\w.-]", "-", request.run_name)
+            prefix = f"elastic-train-{name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
+            number = max((int(job.submission_id.removeprefix(prefix)) for job in own_jobs), default=0) + 1
+            self.job = self._submit(f"{prefix}{number}", {**metadata, "elastic_train_config": config})
+            self._received_until = 0.0
+        self._is_replay = self._received_until > 0
+        self._id: str = self.job.submission_id
+        self._running_id = self._id
+        # Counted from now, since the submission may have taken long.
+        self._started_at = time.monotonic()
+        self._request_at = self._started_at
+        self._answered_at = self._started_at
+        self._log_read_at = self._started_at
+        self._heartbeat_at = self._started_at
+        already = " already, which is followed from now on" if self._was_running else ""
+        self.follower.on_note(
+            f"The training runs as job {self._id}{already}; its log: {self._client.address}/#/jobs/{self._id}"
+        )
+        self._log = JobLog(self._client)
+
+    def read_output(self) -> Iterator[tuple[str, bytes]]:
+        """Request the status of the Ray job, about once a second, and yield the new lines of its log."""
+        if time.monotonic() < self._request_at:
+            time.sleep(POLL_SECONDS)
+            return
+        try:
+            job = self._client.find_job(self._id)
+            self._answered_at = time.monotonic()
+            self._is_unknown = job is None
+            self.job = job or self.job
+            if job is not None and job.driver_node_id:
+                has_ended = job.status.is_terminal()
+                for line in self._log.read(job, to_the_end=has_ended):
+                    yield "driver", line
+                self._log_is_complete = has_ended
+            self._log_read_at = time.monotonic()
+        except (UnreachableError, RefusedError) as error:  # the last known state of the job stays
+            self._problem = str(error)
+            self._heartbeat_at = time.monotonic()  # heartbeats cannot be read now
+        self._request_at = time.monotonic() + _REQUEST_INTERVAL_SECONDS
+
+    def poll(self) -> AttemptEnded | None:
+        """Return the attempt's final event, or None while the Ray job runs.
+
+        The event comes once the job has ended or is lost, its driver hangs, or the dashboard has not answered for too
+        long.
+        """
+        now = time.monotonic()
+        if self.job.status.is_terminal():
+            self._running_id = ""
+            self._ended_at = min(self._ended_at, now)
+            log_is_read = self._log_is_complete or not self.job.driver_node_id
+            return self._end_of_job() if log_is_read or now - self._ended_at > _LOG_END_SECONDS else None
+        if self._is_unknown:
+            self._running_id = ""
+        if self._final_event is not None and (self._is_unknown or now - self._final_event_at > _JOB_EXIT_SECONDS):
+            return self._end_of_job()  # a cluster may be removed as soon as its job has ended
+        if self._is_unknown:
+            return self.final_event(
+                Outcome.CLUSTER_LOST,
+                f"job {self._id}: the cluster does not know it any more, since it was started again",
+            )
+        limit = self._spec.cluster.unreachable_timeout_seconds
+        if now - self._answered_at > limit:
+            return self.final_event(
+                Outcome.CLUSTER_LOST,
+                f"the dashboard at {self._client.address} did not answer for {limit:g} s ({self._problem}); job "
+                f"{self._id} may go on, and the next attempt looks for it",
+            )
+        self._log_problem(now)
+        if self.job.status != "RUNNING":
+            self._heartbeat_at = now
+        hang = self.check_liveness() if self._final_event is None else None
+        if hang is not None:
+            self.stop()
+        return hang
+
+    def prepare_stop(self, reason: BaseException) -> None:
+        """Stop the Ray job if `reason` is a cancellation or a time-out, unless the follower keeps the job."""
+        if not self._running_id or (isinstance(reason, Exception) and not isinstance(reason, TimeoutError)):
+            return
+        if not self.follower.keeps_job(reason):
+            self.stop()
+            return
+        self.follower.on_note(
+            f"The flow process ends, and job {self._running_id} goes on in the cluster: the flow run follows it again "
+            "when it is resumed"
+        )
+
+    def stop(self) -> None:
+        """Stop the Ray job, also one that is being submitted, and wait until it has ended. Log a note if that fails."""
+        began = time.monotonic()
+        problem = ""
+        while self._running_id and (waited := time.monotonic() - began) < JOB_STOP_SECONDS:
+            try:
+                self._client.stop(self._running_id)
+                job = self._client.find_job(self._running_id)
+                if job is None:
+                    problem = "the cluster does not know it"
+                    has_ended = waited > _STOP_UNKNOWN_SECONDS
+                else:
+                    problem = f"it is still {job.status}"
+                    has_ended = job.status.is_terminal()
+                if has_ended:
+                    self._running_id = ""
+                    return
+                if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
+                    self._client.submit_end_of_pending(self._running_id)
+            except UnreachableError as error:
+                problem = str(error)
+            except RefusedError as error:
+                problem = str(error)
+                break
+            time.sleep(0.5)
+        if self._running_id:
+            self.follower.on_note(
+                f"Job {self._running_id} could not be stopped ({problem}); stop it with `ray job stop "
+                f"{self._running_id}` when the cluster answers again"
+            )
+
+    def process_event(self, event: Event) -> None:
+        """Process an event from the Ray job's log; it is replayed if an earlier process of the flow run received it."""
+        self._is_replay = self._is_replay and event.at <= self._received_until
+        self._received_until = max(self._received_until, event.at)
+        super().process_event(event)
+
+    def _log_problem(self, now: float) -> None:
+        """Log a note, once for each problem, if the dashboard does not answer or the Ray job does not start."""
+        note = ""
+        if now - self._log_read_at > NOTE_SECONDS:
+            note = (
+                f"The dashboard has not answered, or not with the log, for {NOTE_SECONDS:g} s: job {self._id} may go "
+                f"on meanwhile, and requests are repeated ({self._problem})"
+            )
+        elif self.job.status == "PENDING" and now - self._started_at > NOTE_SECONDS:
+            note = f"Job {self._id} has not started yet: {self.job.message}"
+        if note and note != self._last_note:
+            self.follower.on_note(note)
+        self._last_note = note
+
+    def _submit(self, submission_id: str, metadata: dict[str, str]) -> JobDetails:
+        """Submit a Ray job, and return its details. If the answer is lost, find the job by its id."""
+        # Checked only here: a job that already trains is followed with any version of Ray.
+        self._retry(self._client.check_version, _SUBMIT_SECONDS)
+        owner = self._spec.request.owner.model_copy(update={"job": submission_id})
+        spec = replace(self._spec, request=replace(self._spec.request, owner=owner))
+        metadata = {**metadata, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
+        self._running_id = submission_id  # from here on the cluster may have it
+        with job_package(spec, self._folder) as package:
+
+            def submit() -> JobDetails:
+                problem: Exception = UnreachableError("the cluster does not have the job")
+                try:
+                    self._client.submit(submission_id, metadata, package)
+                except (UnreachableError, RefusedError) as error:
+                    problem = error
+                # Whatever the answer was: the submission has succeeded if the cluster has the job.
+                job = self._client.find_job(submission_id)
+                if job is not None:
+                    return job
+                if isinstance(problem, RefusedError):
+                    self._running_id = ""
+                raise problem
+
+            return self._retry(submit, _SUBMIT_SECONDS)
+
+    def _retry(self, request: Callable[[], _T], seconds: float) -> _T:
+        """Call a request to the dashboard until it is answered, and return the answer.
+
+        Raises:
+            AttemptFailedError: The dashboard did not answer for `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        is_noted = False
+        while True:
+            try:
+                answer = request()
+                self._has_answered = True
+                return answer
+            except UnreachableError as error:
+                if time.monotonic() > deadline:
+                    raise AttemptFailedError(
+                        f"no Ray dashboard answers at {self._client.address} ({error}; tried for {seconds:g} s). "
+                        "Correct the address of the RayCluster, or see whether the head of the cluster is up",
+                        outcome=Outcome.CLUSTER_LOST,
+                        # A dashboard that never answered is more likely misspelt than lost; a retry cannot help.
+                        final=not self._has_answered,
+                    ) from error
+                if not is_noted:
+                    self.follower.on_note(f"No Ray dashboard answers ({error}); requests are repeated")
+                is_noted = True
+            self._wait(_REQUEST_INTERVAL_SECONDS)
+
+    def _end_of_job(self) -> AttemptEnded:
+        """Return the attempt's final event, from the status of its Ray job and the final event that the driver sent.
+
+        The driver's event does not hold if the job was stopped or killed: the driver does not know who sent its signal.
+        """
+        ended = self._final_event
+        status = self.job.status
+        if status == "STOPPED" and (ended is None or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
+            return self.final_event(Outcome.CANCELLED, f"job {self._id} was stopped, but not by this flow run")
+        if ended is not None and ended.outcome is Outcome.CANCELLED:
+            return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
+        if ended is not None and ended.outcome is Outcome.SUPERSEDED and self._was_running:
+            # Another process started that job; the one that has the run now may be this one.
+            return self.final_event(Outcome.DRIVER_LOST, ended.message)
+        if ended is not None:
+            return ended
+        if status == "SUCCEEDED":
+            return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
+        # Ray appends the end of the job's log, which was passed on line by line.
+        message = (self.job.message or "").partition(", last available logs")[0]
+        reason = f"job {self._id} is {status}: {message}"
+        if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
+            return self.final_event(Outcome.INVALID, f"the cluster cannot set up the runtime environment of {reason}")
+        error = self.last_error()
+        if not self._attempt and re.match(": (ImportError|ModuleNotFoundError|SyntaxError)", error):
+            remedy = "install that in its image, or with runtime_env={'pip': [...]} of the RayCluster"
+            return self.final_event(Outcome.INVALID, f"the cluster cannot run the driver{error}; {remedy}")
+        return self.final_event(Outcome.DRIVER_LOST, f"the driver was lost: {reason.splitlines()[0]}{error}")
+
+
+class JobLog:
+    """Reads each line of a Ray job's log once.
+
+    The dashboard returns the last lines of a log, and no position in it. So each reading starts some lines back, and
+    skips the known ones. Lines with events are different from each other, since events are numbered: the last one is
+    the anchor at which new lines are recognized.
+    """
+
+    def __init__(self, client: JobClient) -> None:
+        self._client = client
+        #: The last line with an event, and the number of other lines since.
+        self._anchor = b""
+        self._lines_since_anchor = 0
+
+    def read(self, job: JobDetails, *, to_the_end: bool = False) -> Iterator[bytes]:
+        """Yield the lines of the Ray job's log since the last reading.
+
+        For a job that has ended, `to_the_end` includes an unfinished last line.
+
+        Raises:
+            UnreachableError: The log cannot be read, or only in part. The next reading continues there.
+        """
+        recent = _MIN_LINES + 2 * self._lines_since_anchor
+        for count in (recent, 100 * recent, -1) if self._anchor else (-1,):
+            lines = whole_lines(self._client.read_log(job, count), with_rest=to_the_end)
+            if not self._anchor or self._anchor in lines:  # `in` consumes the lines up to the anchor
+                break
+        else:
+            raise UnreachableError("the log lacks lines that it had before")
+        for line in islice(lines, self._lines_since_anchor, None):
+            if line.startswith(EVENT_TAG.encode()):
+                self._anchor = line
+                self._lines_since_anchor = 0
+            else:
+                self._lines_since_anchor += 1
+            yield line
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,59 @@
+"""Starts child processes of the flow process and reads their output."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import IO, Any
+
+from prefect_elastic_train.core.size_limits import whole_lines
+
+_CHUNK_BYTES = 64 * 1024
+
+
+def import_path() -> list[str]:
+    """Return the absolute paths of the folders from which this process imports modules."""
+    return list(dict.fromkeys(os.path.abspath(folder) for folder in sys.path if not folder.endswith(".zip")))
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int | IO[bytes], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process in a new session. Its standard output and standard error are both `output` by default.
+
+    Args:
+        options: Further arguments of :class:`subprocess.Popen`.
+    """
+    options = {"stdin": stdin, "stdout": output, "stderr": output, **options}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **options)
+
+
+def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
+    """Start a thread that puts ``(source, line)`` into a queue for each line of a stream; None is its end."""
+
+    def run() -> None:
+        with stream:
+            for line in whole_lines(iter(partial(os.read, stream.fileno(), _CHUNK_BYTES), b"")):
+                into.put((source, line))
+        into.put((source, None))
+
+    threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True).start()
+
+
+def complete(action: Callable[[], object]) -> None:
+    """Run an action to its end although a signal may interrupt it, and raise the signal's exception after that.
+
+    An interrupted action is run again from its beginning, so it must be idempotent. KeyboardInterrupt and exceptions of
+    class Exception are raised at once.
+    """
+    try:
+        action()
+    except BaseException as reason:
+        if not isinstance(reason, Exception | KeyboardInterrupt):
+            action()
+        raise

@@ -1,0 +1,244 @@
+"""The processes of a training on the machine of the flow process: guard, local cluster, and one driver at a time.
+
+Drivers that run as Ray jobs: :mod:`prefect_elastic_train.supervisor.job_handle`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from logging import WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import (
+    DRIVER_MODULE,
+    FORK_SERVER_VARIABLE,
+    MARK_VARIABLE,
+    STOP_FILE,
+    DriverSpec,
+    write_spec,
+)
+from prefect_elastic_train.core.time_limits import KILL_SECONDS
+from prefect_elastic_train.driver.prestarted import PRESTARTED
+from prefect_elastic_train.supervisor.devices import DeviceClaims
+from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverHandle
+from prefect_elastic_train.supervisor.driver_starter import DriverStarter
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.guard import kill_marked
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token
+from prefect_elastic_train.supervisor.processes import complete, import_path, start_process
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.supervisor.job_handle import JobDriver
+
+#: Ray makes sockets below the private folder. With Ray's session name their paths must fit into 107 characters.
+_MAX_FOLDER_CHARACTERS = 24
+_DRIVER = (sys.executable, "-m", DRIVER_MODULE)
+
+
+class TrainingProcesses:
+    """Runs the attempts of one training, and owns the processes that they need on this machine.
+
+    It lives longer than a driver, so that a driver restart keeps the cluster. It is not thread-safe.
+
+    Attributes:
+        driver_command: Command that starts a driver as a child process, in all trainings; the path of its spec file
+            follows.
+    """
+
+    driver_command: Sequence[str] = _DRIVER
+
+    def __init__(self, settings: ElasticTrainSettings, follower: Follower) -> None:
+        self.settings = settings
+        self.follower = follower
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._cluster: LocalCluster | None = None
+        #: Kept when a cluster dies, so that the next one gets the same GPUs.
+        self._claims = DeviceClaims()
+        self._starter = DriverStarter()
+        self._job: JobDriver | None = None
+
+    def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
+        """Run one attempt: start a driver, follow it until it has exited or counts as lost, and return its final event.
+
+        If the driver sent no final event, the returned event describes its loss.
+
+        Raises:
+            AttemptFailedError: The cluster cannot be reached, or the GPUs of a local one are not free within
+                ``capacity_timeout_seconds``.
+        """
+        folder, environment = self._prepare()
+        if spec.cluster.address != "auto":
+            environment.pop("RAY_ADDRESS", None)
+        if spec.cluster.is_submitted:
+            from prefect_elastic_train.supervisor.job_handle import JobDriver  # imports Ray
+
+            self._job = JobDriver(self.follower, self.settings, self.wait, spec, folder, self._job)
+            return self.follow(self._job)
+        cluster = self._get_or_make_cluster(spec, folder, environment) if spec.cluster.is_local else None
+        token = spec.cluster.auth_token.get_secret_value()
+        if cluster is not None:
+            cluster.add_variables(environment)
+            settings = spec.cluster.model_copy(
+                update={"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
+            )
+            spec = replace(spec, cluster=settings, local_address=cluster.address)
+        elif token:
+            use_token(environment, token, folder)
+        spec_file = folder / "spec"
+        write_spec(spec, spec_file)
+        spec_file.with_name(STOP_FILE).unlink(missing_ok=True)
+        prestarts = spec.scaling.standby != "off" and self.driver_command == _DRIVER
+        prestart_command = [*_DRIVER, PRESTARTED, spec.request.framework] if prestarts else []
+        process = self._starter.start(self.driver_command, environment, spec_file, prestart_command)
+        ended = self.follow(ChildDriver(self.follower, self.settings, self._starter, process, spec_file, cluster))
+        if cluster is not None:
+            cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """Wait for some seconds. Meanwhile, check the flow run and the training's processes several times a second."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(POLL_SECONDS)
+
+    def follow(self, driver: DriverHandle) -> AttemptEnded:
+        """Follow a driver until it has exited or counts as lost, and return the attempt's final event.
+
+        If the flow has to stop, stop the driver and raise the exception that stopped the flow.
+        """
+        try:
+            driver.start()
+            while (ended := driver.poll()) is None:
+                self._check()
+                checked_at = time.monotonic()
+                for source, line in driver.read_output():
+                    driver.process_line(source, line)
+                    if time.monotonic() - checked_at > POLL_SECONDS:
+                        checked_at = time.monotonic()
+                        self._check()
+            return ended
+        except BaseException as reason:
+            complete(partial(driver.prepare_stop, reason))
+            raise
+        finally:
+            driver.close()
+
+    def start_helper_process(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a process beside the driver, with pipes and additional variables; it is killed with the training."""
+        folder, environment = self._prepare()
+        environment |= {"RAY_TMPDIR": str(folder), **variables}
+        with (folder / "beside.log").open("wb") as log:
+            return start_process(command, environment, subprocess.PIPE, subprocess.PIPE, stderr=log)
+
+    def stop_job(self) -> None:
+        """Stop the Ray job of the last attempt, which is no longer followed, if it may still run."""
+        if self._job is not None:
+            self._job.stop()
+
+    def close(self) -> None:
+        """Kill all processes of the training on this machine, and delete its private folder."""
+        if self._folder is None:
+            return
+        if left := kill_marked(str(self._folder), KILL_SECONDS):
+            self.follower.on_note(
+                f"Processes that could not be ended, and may still use GPUs or memory: {left}", WARNING
+            )
+        self._claims.release()
+        self._starter.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.communicate(timeout=KILL_SECONDS)
+        self._folder = None
+        self._guard = None
+        self._cluster = None
+        self._job = None
+
+    def _get_or_make_cluster(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> LocalCluster:
+        """Return the local cluster of the training. If there is none or it has died, make a new one.
+
+        A new local cluster is started when the driver requests it.
+        """
+        if self._cluster is not None and self._cluster.is_dead():
+            kill_marked(str(folder), KILL_SECONDS)
+            self._cluster = None
+        if self._cluster is None:
+            self._claim_devices(spec)
+            self._cluster = LocalCluster(spec, folder, environment, self._claims)
+        return self._cluster
+
+    def _claim_devices(self, spec: DriverSpec) -> None:
+        """Claim the GPUs of the training's local cluster. Waits until enough are free.
+
+        Raises:
+            AttemptFailedError: Too few GPUs are free within ``capacity_timeout_seconds``; outcome ``timed_out``.
+        """
+        limit = spec.scaling.capacity_timeout_seconds
+        began = time.monotonic()
+        logged = ""
+        while reason := self._claims.claim(spec, self.follower.on_note):
+            if reason != logged:
+                self.follower.on_note(reason)
+            if limit and time.monotonic() - began > limit:
+                raise AttemptFailedError(
+                    f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}", outcome=Outcome.TIMED_OUT
+                )
+            logged = reason
+            self.wait(POLL_SECONDS)
+
+    def _check(self) -> None:
+        """Raise if the training has to stop; else restart a killed guard and start a due pre-started driver.
+
+        Also log a note if the fork server has exited.
+        """
+        self.follower.check_stop()
+        self._maintain_guard()
+        if self._cluster is not None:
+            self._cluster.check_fork_server(self.follower)
+        self._starter.start_if_due()
+
+    def _maintain_guard(self) -> None:
+        """Start the guard process if it does not run: at the beginning of a training, or after it was killed."""
+        if self._folder is None or (self._guard is not None and self._guard.poll() is None):
+            return
+        command = [sys.executable, "-m", "prefect_elastic_train.supervisor.guard", str(self._folder), str(os.getpid())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
+        self._guard = start_process(command, environment, subprocess.PIPE, subprocess.DEVNULL)
+
+    def _prepare(self) -> tuple[Path, dict[str, str]]:
+        """Make the private folder and start the guard, unless that is done; return the folder and an environment.
+
+        Processes with this environment have the process mark, so they are killed with the training.
+        """
+        if self._folder is None:
+            base = os.path.realpath(tempfile.gettempdir())  # as in the working directories of Ray's processes
+            if len(base) > _MAX_FOLDER_CHARACTERS:
+                base = os.path.realpath("/tmp")
+            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=base))
+        self._maintain_guard()
+        environment = {
+            "RAY_DEDUP_LOGS": "0",  # the user sees all lines that were printed; the run's log has its own limit
+            "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+            **os.environ,
+            MARK_VARIABLE: str(self._folder),
+            "PYTHONPATH": os.pathsep.join(import_path()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        environment.pop(FORK_SERVER_VARIABLE, None)  # set if this process is a worker of another training
+        return self._folder, environment

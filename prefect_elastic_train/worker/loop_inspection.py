@@ -1,0 +1,172 @@
+"""The state of this worker's train loop: its position, its stacks, its use of checkpoints.
+
+The controller runs these functions in each worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
+from prefect_elastic_train.loop.restart_notice import train_context
+from prefect_elastic_train.storage.retries import Waits, collect_waits
+
+#: Files that are not the user's code.
+_LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
+#: Functions in which Ray Train and torch wait for the other ranks.
+_WAITING = re.compile(r", in \w*(?:across_ranks|barrier|broadcast|all_gather|all_reduce|reduce_scatter)")
+
+
+@dataclass
+class LoopState:
+    """The use of checkpoints by the train loop of this worker process."""
+
+    opened: bool = False  # True once it has read the checkpoint that it may resume from
+    stalled: float = 0.0  # seconds for which it waited for its own checkpoints, since the last commit
+    interval: float = 0.0  # interval of its saves when it was last published
+
+
+#: The state of this process: Ray starts a worker for one loop.
+state = LoopState()
+
+
+class Position(NamedTuple):
+    """The progress of a worker's session.
+
+    Attributes:
+        age: Seconds since its first step by the worker's clock, which may differ from the controller's.
+        began_from: Optimizer steps before its first step.
+        done: Optimizer steps up to now.
+        most_workers: Number of workers for which a step of the session has samples.
+    """
+
+    age: float
+    began_from: int
+    done: int
+    most_workers: int
+
+
+class CommitReport(NamedTuple):
+    """The values that the controller collects from a worker after a commit."""
+
+    waits: Waits  # for the storage, since the last commit
+    stalled: float  # seconds for which the loop waited for its own checkpoints, since the last commit
+    save_plan: str  # interval of the session's saves, as text; empty if unchanged
+
+
+def track_checkpoint_reads(context: Any) -> None:
+    """Patch a worker's train context to record in :data:`state` if the loop calls ``get_all_reported_checkpoints``."""
+    get_all = context.get_all_reported_checkpoints
+
+    def get_all_and_record(*arguments: Any, **options: Any) -> Any:
+        state.opened = True
+        return get_all(*arguments, **options)
+
+    context.get_all_reported_checkpoints = get_all_and_record
+
+
+def has_opened_checkpoint() -> bool:
+    """Return True if this worker's train loop has read the checkpoint that it may restore."""
+    return state.opened
+
+
+def collect_commit_report() -> CommitReport:
+    """Return this worker's storage waits and stalls since the last commit, and its save plan. Reset the counters."""
+    stalled = state.stalled
+    state.stalled = 0.0
+    return CommitReport(collect_waits(), stalled, _take_changed_save_plan())
+
+
+def session_position() -> Position | None:
+    """Return the progress of this worker's session; None without a session or before its first step."""
+    session = _session()
+    if session is None or not session.began_at:
+        return None
+    return Position(time.time() - session.began_at, session.began_from, session.done, session.most_workers)
+
+
+def has_session() -> bool:
+    """Return True if this worker's loop trains in a session."""
+    return _session() is not None
+
+
+def innermost_frame() -> Any:
+    """Return the innermost frame of the thread that runs the train loop; None if no loop runs."""
+    context = train_context()
+    thread = context and context.execution_context.training_thread_runner._thread
+    return _thread_frames().get(thread and thread.ident)
+
+
+def current_line() -> str:
+    """Return as text the innermost line of the train loop that is not in a library, with its file and function."""
+    frame = innermost_frame()
+    if not frame:
+        return "the end of the loop"
+    stack = traceback.extract_stack(frame)
+    user_line = next((entry for entry in reversed(stack) if not re.search(_LIBRARIES, entry.filename)), stack[-1])
+    return f"{user_line.filename}:{user_line.lineno} in {user_line.name}: {user_line.line}"
+
+
+def thread_stacks() -> str:
+    """Return as text the loop's current line, the step of its session, if any, and the stacks of all other threads.
+
+    The first line continues a sentence: ``is at train.py:31 in step: loss.backward()``.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = {
+        ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in _thread_frames().items()
+    }
+    del threads[threading.get_ident()]
+    session = _session()
+    steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
+    waits = _WAITING.search("".join(traceback.format_stack(innermost_frame())))
+    return "\n".join([f"{'waits for other ranks' if waits else 'is'} at {current_line()}", *steps, *threads.values()])
+
+
+def _thread_frames() -> dict[int, Any]:
+    """Return the innermost frame of each thread, by the thread's identifier."""
+    # In Python 3.11.0 to 3.11.8, a garbage collection during this call can deadlock the process: cpython#106883.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _session() -> Any:
+    """Return the session of this worker's loop, or None. It does not import the module of the session."""
+    return getattr(sys.modules.get("prefect_elastic_train.loop.training_session"), "current", None)
+
+
+def _take_changed_save_plan() -> str:
+    """Return the interval of the session's saves as text.
+
+    The text is empty if the interval has changed by less than 25 % since the last call with a text, or without a
+    session.
+    """
+    session = _session()
+    if session is None:
+        return ""
+    cadence = session.cadence
+    interval = cadence.steps or cadence.interval()
+    if abs(interval - state.interval) <= 0.25 * state.interval:
+        return ""
+    state.interval = interval
+    if cadence.steps or cadence.seconds:
+        return f"every {interval:g} {'steps' if cadence.steps else 's'}, as configured"
+    return (
+        f"every {interval:.0f} s: a save blocks the loop for {cadence.blocked:.2g} s and takes "
+        f"{cadence.background:.2g} s in the background, and a failure is expected every "
+        f"{cadence.between_failures() / 60:,.0f} min ({cadence.failures} in {cadence.trained() / 60:,.0f} min so far; "
+        f"before the first failure, one in {PRIOR_SECONDS / 3600:.0f} h)"
+    )

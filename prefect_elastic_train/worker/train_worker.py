@@ -1,0 +1,52 @@
+"""Ray Train's worker actor, with our additions to each poll.
+
+Uses ``ray.train.v2._internal``, since Ray has no public way to replace the worker's class.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from typing import Any
+
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysTrainWorker
+
+from prefect_elastic_train.storage.retries import waiting_since
+from prefect_elastic_train.worker import loop_inspection
+from prefect_elastic_train.worker.rank_failures import portable_failure
+
+logger = logging.getLogger(__name__)
+
+_SLOW_SECONDS = 60.0  # duration of an upload or download, between two warnings
+_SAMPLE_SECONDS = 0.25  # between two samples of the loop's position; taking one stops all threads of the worker
+#: Files in which the loop waits: Ray's, such as in report(), and torch's collectives. DDP's run in the backward pass.
+_WAITING_FILES = "-packages/ray/|distributed_c10d|autograd/graph"
+
+
+class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
+    """Ray Train's worker, whose poll status also has the session's position and the seconds for which the loop waited.
+
+    It sends the loop's exceptions as text. It has the name of Ray's class, which appears in process titles and logs.
+    """
+
+    _warned_at = 0.0
+    _sampled_at = 0.0
+    _free_at = 0.0  # time of the last sample in which the loop did not wait for Ray or other ranks; 0: none
+
+    def poll_status(self) -> Any:
+        status = super().poll_status()
+        status.position = loop_inspection.session_position()
+        status.error = portable_failure(status.error)
+        now = time.monotonic()
+        if now - self._sampled_at > _SAMPLE_SECONDS:
+            self._sampled_at = now
+            frame = loop_inspection.innermost_frame()
+            if not (frame and self._free_at and re.search(_WAITING_FILES, frame.f_code.co_filename)):
+                self._free_at = now
+        status.waited = now - self._free_at
+        began = waiting_since()
+        if began and now - max(began, self._warned_at) > _SLOW_SECONDS:
+            self._warned_at = now
+            logger.warning("The storage has not finished an upload or download for %.0f s", now - began)
+        return status

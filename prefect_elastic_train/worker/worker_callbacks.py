@@ -1,0 +1,167 @@
+"""Hooks of Ray Train around the train loop in each worker.
+
+Uses ``ray.train.v2._internal``: Ray's public callbacks run in the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import ray
+from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.context import get_train_context
+
+from prefect_elastic_train.core.ray_output import silence_ray_train
+from prefect_elastic_train.loop import restart_notice
+from prefect_elastic_train.loop.context import RunContext, set_run_context
+from prefect_elastic_train.storage.retries import operation
+from prefect_elastic_train.worker import loop_inspection
+from prefect_elastic_train.worker.checkpoints import (
+    RunStorageContext,
+    to_json_values,
+    tracked_checkpoint,
+    use_unique_folders,
+)
+from prefect_elastic_train.worker.standby_process import wait_for_devices
+
+logger = logging.getLogger(__name__)
+
+_MAX_PENDING_REPORTS = 2  # pending reports of a rank; a further report waits
+_UPLOAD_SECONDS = 3600.0  # that a report waits for earlier uploads
+_HOLD_SECONDS = 60.0  # that a rank waits for an announced restart
+_POLL_SECONDS = 0.02  # between two checks for the end of that wait
+
+
+class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
+    """Callbacks of Ray Train in each worker, which bring the run context to the train loop and wrap its reports.
+
+    Metrics are reported as JSON values, since they are stored with a checkpoint. Checkpoints are written and read
+    through the run filesystem, into folders with unique names. A report that an announced restart waits for does not
+    return: the worker would do its next steps twice. A loop that reports faster than its checkpoints are uploaded has
+    to wait: otherwise they would fill the disk.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._group = 0  # number of worker groups that the attempt has started
+        self._previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
+        self._reporting = 0  # identifier of the loop's thread while it reports
+        self._saves = False  # True if that report has a checkpoint
+
+    def begin_group(self, failures: int, previous: list[tuple[str, int]]) -> None:
+        """Prepare these hooks, in the controller, for the next worker group, whose workers get copies of the hooks.
+
+        Args:
+            failures: Failures of the run so far.
+            previous: Node id and process id of each worker of the previous worker group.
+        """
+        self._group += 1
+        self._previous = previous
+        self._context = replace(self._context, failures=failures)
+
+    def after_init_train_context(self) -> None:
+        """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""
+        wait_for_devices(self._previous)
+        set_gloo_interface()
+        set_run_context(self._context)
+        context = get_train_context()
+        use_unique_folders(context, self._context.attempt, self._group)
+        silence_ray_train()
+        loop_inspection.track_checkpoint_reads(context)
+        report = context.report
+        context.report = lambda metrics, *more, **options: report(to_json_values(metrics), *more, **options)
+        context.checkpoint = tracked_checkpoint(context.checkpoint)
+        context.storage_context = RunStorageContext(context.storage_context)
+
+    @contextmanager
+    def on_report(self) -> Iterator[None]:
+        """Wait for earlier uploads before a report of the train loop, and for an announced restart after it."""
+        self._reporting = threading.get_ident()
+        self._saves = False
+        try:
+            with self._count_stall():
+                _wait_for_uploads(get_train_context())
+        except Exception:
+            logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
+        yield
+        self._reporting = 0
+        try:
+            _wait_for_restart(self._saves)
+        except Exception:
+            logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
+
+    @contextmanager
+    def on_checkpoint_transfer(self) -> Iterator[None]:
+        """Record the upload of a reported checkpoint and its duration, also if the user's own function uploads it."""
+        if self._reporting == threading.get_ident():
+            self._saves = True
+        with self._count_stall(), operation():
+            yield
+
+    @contextmanager
+    def _count_stall(self) -> Iterator[None]:
+        """Count the time of the ``with`` as a stall of the loop if it runs in the loop's thread during a report."""
+        began = time.monotonic()
+        yield
+        if self._reporting == threading.get_ident():
+            loop_inspection.state.stalled += time.monotonic() - began
+
+
+class NoDatasets(WorkerGroupCallback):  # type: ignore[misc]
+    """Replaces Ray's callback for datasets in a training without datasets, so that no worker group waits for it."""
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        return {"dataset_shard_provider": [self] * len(workers)}
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        raise KeyError(
+            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
+        )
+
+
+def set_gloo_interface() -> None:
+    """Make gloo use the network interface of the node's address: the host name may resolve to an unreachable one."""
+    address = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _wait_for_uploads(context: Any) -> None:
+    """Wait until at most one earlier report of this rank waits for its upload, besides the one that is being uploaded.
+
+    After `_UPLOAD_SECONDS`, log a warning and stop waiting.
+    """
+    condition = context.report_order_condition
+    deadline = time.monotonic() + _UPLOAD_SECONDS
+    with condition:
+        while context.report_call_index - context.current_report_index >= _MAX_PENDING_REPORTS:
+            if time.monotonic() > deadline:
+                logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
+                return
+            condition.wait(timeout=1.0)
+
+
+def _wait_for_restart(saved: bool) -> None:
+    """Hold the train loop after its report until the announced restart comes or is withdrawn, or the time is up.
+
+    Only a report that the restart waits for is held: one with a checkpoint (``saved``), or one after a request to save.
+    """
+    asked_to_save = restart_notice.state.save_requested
+    restart_notice.state.save_requested = False
+    context = restart_notice.train_context() if saved or asked_to_save else None
+    coming = restart_notice.announced_restart(context) if context is not None else None
+    deadline = time.monotonic() + _HOLD_SECONDS
+    while coming is not None and restart_notice.announced_restart(context) == coming:
+        if time.monotonic() > deadline:
+            logger.warning("The restart that was announced did not come within %g s; training goes on", _HOLD_SECONDS)
+            return
+        time.sleep(_POLL_SECONDS)
