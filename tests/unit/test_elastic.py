@@ -316,6 +316,21 @@ def test_a_drain_is_over_with_the_next_commit(controller: Controller, commits_fi
     assert told.deadline_ms / 1000 == pytest.approx(time.time() - 20, abs=5), "Ray adds the grace again"
 
 
+def test_a_drain_is_not_over_with_a_commit_from_before_it(controller: Controller) -> None:
+    callback, worker = controller.callback, Worker()
+    callback._workers = [worker]
+    notice = PreemptionInfo(deadline_ms=int((time.time() + 300) * 1000), preempted_node_to_ranks={"n": [0]})
+    noticed = WorkerGroupPollStatus({0: WorkerStatus(running=True, preemption_info=notice)})
+    controller.report(checkpoint="ckpt-1")
+    callback.after_worker_group_poll_status(WorkerGroupPollStatus({0: WorkerStatus(running=True)}))
+    callback.after_worker_group_poll_status(noticed)
+    assert not worker.infos, "the steps since that commit would be lost"
+    controller.report(checkpoint="ckpt-2")
+    for _ in range(2):
+        callback.after_worker_group_poll_status(noticed)
+    assert len(worker.infos) == 1
+
+
 def test_what_no_commit_needs_is_gone_before_a_worker_group_starts_and_told_by_why(
     controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
