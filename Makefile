@@ -72,9 +72,10 @@ api: $(STAMP)  ## write the snapshot of the public API anew, after a change of i
 reference: $(STAMP)  ## write docs/reference/ from the code
 	$(BIN)/python -m tests.support.reference
 
-bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
+bench: $(STAMP)  ## overhead, recovery, warm starts, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.warm_starts
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.goodput
 	$(BIN)/python -m benchmarks.checkpoint

@@ -62,9 +62,9 @@ def transfers(endpoint_url: str) -> dict[str, tuple[Transfer, Transfer]]:
     import s3fs
     from pyarrow import fs
 
-    from prefect_elastic_train.storage.opening import open_storage
+    from prefect_elastic_train.storage.opening import Storage
 
-    ours = open_storage(s3_settings(endpoint_url)).folder(BUCKET)
+    ours = Storage(s3_settings(endpoint_url)).folder(BUCKET)
     boto = boto3.client(
         "s3", endpoint_url=endpoint_url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
     )
@@ -289,10 +289,10 @@ def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
     from prefect_elastic_train.runs import layout
     from prefect_elastic_train.runs.run_filesystem import run_filesystem
-    from prefect_elastic_train.storage.opening import open_storage
+    from prefect_elastic_train.storage.opening import Storage
 
     settings = s3_settings(endpoint_url)
-    store = open_storage(settings).run("memory")
+    store = Storage(settings).run("memory")
     store.create(layout.attempt_name(1), b"{}")
     handler = run_filesystem(store, 1).handler
     process = psutil.Process()

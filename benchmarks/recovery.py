@@ -47,7 +47,11 @@ pre-started driver by then."""
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER = "worker", "driver"
 ROWS = [f"{case}/{side.name}" for case in (WORKER, DRIVER) for side in SIDES if (case, side) != (DRIVER, TORCHRUN)]
-DRIVER_ARGUMENT = {"ours": "prefect_elastic_train.driver", "raw": "benchmarks.sides"}
+DRIVER_ARGUMENT = {
+    "ours": "prefect_elastic_train.driver",
+    "ours-warm": "prefect_elastic_train.driver",
+    "raw": "benchmarks.sides",
+}
 """What is in the command line of a side's driver process, and of no other process of that side."""
 
 

@@ -174,16 +174,19 @@ class SimulatedRun:
             yield ControllerAlive(at=at, attempt=attempt, doing="polling the workers", seconds=0.1)
 
     def _fail(self) -> Iterator[Event]:
-        from prefect_elastic_train.core.causes import distinct_errors
+        from prefect_elastic_train.core.causes import Cause
         from prefect_elastic_train.core.events import StateChanged, WorkerFailed
 
-        texts = {rank: BEREAVED.format(rank=rank) for rank in range(self._workers)}
-        texts[self._workers // 2] = DEAD
-        errors, also = distinct_errors(texts)
+        dead = self._workers // 2
+        bereaved = BEREAVED.format(rank=0)
+        others = [rank for rank in range(self._workers) if rank != dead]
+        message = bereaved.splitlines()[-1]
+        causes = [
+            Cause(others, message, is_consequence=True, traceback=bereaved),
+            Cause([dead], DEAD, is_death=True, traceback=DEAD),
+        ]
         lost = self._step - self._kept
-        yield WorkerFailed(
-            at=self._at, attempt=self._attempt, errors=errors, also=also, retried=True, reports_lost=lost
-        )
+        yield WorkerFailed(at=self._at, attempt=self._attempt, causes=causes, retried=True, reports_lost=lost)
         yield StateChanged(at=self._at, attempt=self._attempt, state="RESTARTING")
         yield from self._start_group()
 
@@ -376,6 +379,7 @@ def follow_simulated_run(settings: SideSettings) -> None:
             interval_seconds=get_settings().report_interval_seconds,
             flow_run_id=str(get_run_context().flow_run.id),
         )
+        publisher.start()
         follower = Follower(RunLog(get_run_logger(), get_settings().log_lines_per_second), publisher)
         states = [_state(follower.work, writes)]
         feed(lines, 0, FAILING_SECONDS, follower.take)

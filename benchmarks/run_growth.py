@@ -32,15 +32,15 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.event_relay import EventOutput, EventRecorder
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
+from prefect_elastic_train.runs.commits import remove_leftovers
 from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.runs.history import HistoryWriter
-from prefect_elastic_train.runs.repair import remove_leftovers
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import LocalRunStore
 
 REQUEST_SECONDS = 0.03
-OPERATIONS = ("_create", "_replace", "_read", "_list", "_file_sizes", "_size", "_delete", "_delete_folder")
+OPERATIONS = ("create", "replace", "read", "entries", "file_sizes", "size", "delete", "_delete_folder")
 RUNS = {"1/100": (1, 100), "100/100": (100, 100), "10000/100": (10_000, 100)} | {
     "1/10000": (1, 10_000),
     "1/100000": (1, 100_000),

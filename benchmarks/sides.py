@@ -13,6 +13,10 @@ from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torc
 
 NO_STANDBY = "BENCHMARK_NO_STANDBY"
 """In the environment of a side of ours that shall have no standby workers."""
+FORK = "BENCHMARK_FORK"
+"""In the environment of a side whose workers are forked, on a local cluster."""
+PRESTART = "BENCHMARK_PRESTART"
+"""In the environment of a side whose next driver is started ahead of time."""
 RESIZE_CHECK_SECONDS = 2.0
 """How often the growing sides look whether they could grow; both defaults are 60 s."""
 
@@ -38,6 +42,44 @@ def run_ours(settings: SideSettings) -> None:
             ),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(num_cpus=WORKERS),
+            run_name=settings.run_name,
+        )
+
+    benchmark()
+
+
+def run_ours_warm(settings: SideSettings) -> None:
+    """A flow that trains with elastic_train, with the warm starts that the environment names."""
+    from prefect import flow
+
+    from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, RayCluster, elastic_train
+    from prefect_elastic_train.supervisor import driver_handle
+
+    # The next driver is started soon after the last one, so that kills need not be a minute apart.
+    driver_handle._PRESTART_SECONDS = 5.0 if PRESTART in os.environ else float("inf")
+    if settings.cluster_address:
+        cluster = RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"])
+    else:
+        # Workers with a runtime environment of their own are not forked.
+        environment = {} if FORK in os.environ else {"env_vars": {"BENCHMARK": "1"}}
+        cluster = RayCluster(num_cpus=WORKERS, runtime_env=environment)
+
+    @flow(name="benchmark")
+    def benchmark() -> None:
+        elastic_train(
+            ray_loop,
+            train_loop_config=settings.loop.to_config(),
+            framework="torch",
+            scaling=ElasticScaling(
+                min_workers=WORKERS, max_workers=WORKERS, standby="off" if NO_STANDBY in os.environ else "on"
+            ),
+            failures=FailureBudget(
+                max_failures=settings.failures,
+                driver_restarts=settings.failures,
+                driver_restart_delay_seconds=0,
+            ),
+            storage=LocalStorage(path=settings.storage),
+            cluster=cluster,
             run_name=settings.run_name,
         )
 
@@ -168,6 +210,7 @@ ENTRY_POINTS = {
     "ours": run_ours,
     "ours-growing": run_ours_growing,
     "ours-reporting": run_ours_reporting,
+    "ours-warm": run_ours_warm,
     "raw": run_raw,
     "raw-growing": run_raw_growing,
     "raw-reporting": run_raw_reporting,

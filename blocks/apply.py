@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError
+from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError, profile_blocks
 from prefect_elastic_train.blocks.documents import apply
 from prefect_elastic_train.cli.common import exit_on_error
 from prefect_elastic_train.core.outcomes import ConfigurationError
@@ -32,7 +32,7 @@ def chosen_documents(names: list[str], environment: Environment) -> tuple[dict[s
     skipped: list[str] = []
     for name in dict.fromkeys(names or PROFILES):
         try:
-            documents[name] = PROFILES[name].blocks(environment)
+            documents[name] = profile_blocks(name, environment)
         except UnsetVariableError as error:
             if names:
                 raise ConfigurationError(f"profile {name}: {error}") from error

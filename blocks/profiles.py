@@ -5,7 +5,7 @@ which begin with `ELASTIC_TRAIN_`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,41 +24,18 @@ Environment = Mapping[str, str]
 AnyBlock = ElasticScaling | FailureBudget | CheckpointPolicy | RayCluster | LocalStorage | S3Storage | FsspecStorage
 Blocks = list[AnyBlock]
 
+#: Failures to tolerate where nodes may be preempted at any time.
+SPOT_BUDGET: dict[str, Any] = {
+    "max_failures": 10,
+    "max_preemption_failures": -1,
+    "driver_restarts": 10,
+    "driver_restart_delay_seconds": 30,
+    "max_attempts_without_progress": 3,
+}
+
 
 class UnsetVariableError(ConfigurationError):
     """A profile needs an environment variable that is not set."""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Blocks that belong together, saved under one name.
-
-    Attributes:
-        name: Name of the block documents.
-        description: Purpose of the profile.
-        build: Creates the blocks from the environment variables.
-    """
-
-    name: str
-    description: str
-    build: Callable[[Environment], Blocks]
-
-    def blocks(self, environment: Environment) -> Blocks:
-        """Create the blocks.
-
-        Args:
-            environment: Environment variables.
-
-        Raises:
-            UnsetVariableError: A required variable is not set.
-            ConfigurationError: A variable has an invalid value.
-        """
-        try:
-            return self.build(environment)
-        except ValidationError as error:
-            details = error.errors(include_input=False)
-            problems = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
-            raise ConfigurationError(f"profile {self.name} has a bad value: {'; '.join(problems)}") from None
 
 
 def laptop(environment: Environment) -> Blocks:
@@ -90,14 +67,7 @@ def spot_gpu(environment: Environment) -> Blocks:
             wait_for_max_seconds=300,  # nodes start one by one; without waiting, each would restart the worker group
             stability_delay_seconds=60,
         ),
-        FailureBudget(
-            max_failures=10,
-            max_preemption_failures=-1,
-            driver_restarts=10,
-            driver_restart_delay_seconds=30,
-            max_attempts_without_progress=3,
-            stall_timeout_seconds=1800,
-        ),
+        FailureBudget(**SPOT_BUDGET, stall_timeout_seconds=1800),
         CheckpointPolicy(keep=5),
         _cluster(environment, "ELASTIC_TRAIN_SPOT_GPU"),
     ]
@@ -119,11 +89,7 @@ def tpu_v6e(environment: Environment) -> Blocks:
             stability_delay_seconds=60,
         ),
         FailureBudget(
-            max_failures=10,
-            max_preemption_failures=-1,
-            driver_restarts=10,
-            driver_restart_delay_seconds=30,
-            max_attempts_without_progress=3,
+            **SPOT_BUDGET,
             stall_timeout_seconds=3600,  # the loop does not report while a large model is compiled
         ),
         CheckpointPolicy(keep=5),
@@ -146,15 +112,31 @@ def s3(environment: Environment) -> Blocks:
     ]
 
 
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("laptop", "this machine, one or two CPU workers", laptop),
-        Profile("spot-gpu", "one to eight spot GPUs of a Ray cluster", spot_gpu),
-        Profile("tpu-v6e", "one to four TPU v6e slices of a Ray cluster", tpu_v6e),
-        Profile("s3", "runs in a bucket", s3),
-    )
+PROFILES: dict[str, Callable[[Environment], Blocks]] = {
+    "laptop": laptop,
+    "spot-gpu": spot_gpu,
+    "tpu-v6e": tpu_v6e,
+    "s3": s3,
 }
+
+
+def profile_blocks(name: str, environment: Environment) -> Blocks:
+    """Create the blocks of a profile.
+
+    Args:
+        name: Name of the profile.
+        environment: Environment variables.
+
+    Raises:
+        UnsetVariableError: A required variable is not set.
+        ConfigurationError: A variable has an invalid value.
+    """
+    try:
+        return PROFILES[name](environment)
+    except ValidationError as error:
+        details = error.errors(include_input=False)
+        problems = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
+        raise ConfigurationError(f"profile {name} has a bad value: {'; '.join(problems)}") from None
 
 
 def _cluster(environment: Environment, prefix: str) -> RayCluster:

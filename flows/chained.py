@@ -58,15 +58,6 @@ def train_loop_config(data: dict[str, Any], epochs: int) -> dict[str, Any]:
     return {"train_path": data["train_path"], "epochs": epochs, "seed": 0, "batch_size": 64, "learning_rate": 1e-3}
 
 
-def best_checkpoint(trained: TrainingResult) -> str:
-    """Return the URI of the best checkpoint.
-
-    Args:
-        trained: Result of the training.
-    """
-    return trained.best_checkpoints[-1].uri
-
-
 def run_to_end(deployment: str, parameters: dict[str, Any], timeout_seconds: float) -> Any:
     """Run a deployment, wait for its end, and return its result.
 
@@ -136,7 +127,7 @@ def pipeline(
     }
     trained = TrainingResult.model_validate(run_to_end(train_with, training, timeout_seconds))
     parameters = {
-        "checkpoint_uri": best_checkpoint(trained),
+        "checkpoint_uri": trained.best_checkpoint_uri,
         "storage": trained.storage_block,
         "data_dir": data_dir,
     }
@@ -183,5 +174,5 @@ def pipeline_in_one(
             resume_from=resume_from,
         )
     )
-    evaluation = evaluate(best_checkpoint(trained), trained.storage_block, data_dir)
+    evaluation = evaluate(trained.best_checkpoint_uri, trained.storage_block, data_dir)
     return {"trained": trained.model_dump(mode="json"), "evaluation": evaluation}

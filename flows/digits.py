@@ -57,14 +57,10 @@ class DigitsData(BaseModel):
     Attributes:
         train_path: Parquet file of the training images; absolute.
         test_path: Parquet file of the held-out images; absolute.
-        train_images: Number of training images.
-        test_images: Number of held-out images.
     """
 
     train_path: str
     test_path: str
-    train_images: int
-    test_images: int
 
 
 class Evaluation(BaseModel):
@@ -123,7 +119,7 @@ def prepare_digits(data_dir: str) -> DigitsData:
         data_dir: Directory to write `train.parquet` and `test.parquet` to; created if missing.
 
     Returns:
-        Paths and sizes of the two files.
+        Paths of the two files.
     """
     import pandas as pd
     from sklearn.datasets import load_digits
@@ -146,31 +142,46 @@ def prepare_digits(data_dir: str) -> DigitsData:
         table.to_parquet(partial, index=False)
         partial.replace(directory / f"{name}.parquet")
 
-    data = DigitsData(
-        train_path=str(directory / "train.parquet"),
-        test_path=str(directory / "test.parquet"),
-        train_images=len(train_labels),
-        test_images=len(test_labels),
-    )
-    get_run_logger().info("%d training and %d test images in %s", data.train_images, data.test_images, directory)
-    return data
+    get_run_logger().info("%d training and %d test images in %s", len(train_labels), len(test_labels), directory)
+    return DigitsData(train_path=str(directory / "train.parquet"), test_path=str(directory / "test.parquet"))
 
 
-def read_split(path: str) -> "tuple[torch.Tensor, torch.Tensor]":
+def read_images(path: str) -> "tuple[np.ndarray, np.ndarray]":
     """Read one Parquet file that `prepare_digits` wrote.
 
     Args:
         path: The Parquet file.
 
     Returns:
-        Images, float32 of shape (n, 1, 8, 8), and labels, int64 of shape (n,).
+        Images, float32 of shape (n, 64), and labels, int64 of shape (n,).
     """
     import pandas as pd
-    import torch
 
     table = pd.read_parquet(path)
-    labels = torch.tensor(table.pop("label").to_numpy())
-    return torch.tensor(table.to_numpy()).reshape(-1, 1, 8, 8), labels
+    labels = table.pop("label").to_numpy()
+    return table.to_numpy(), labels
+
+
+def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) -> "np.ndarray":
+    """Shift each image by up to one pixel in both directions, and fill the border with background.
+
+    Args:
+        images: Images of shape (n, 64).
+        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 is no shift.
+        background: Value of a background pixel.
+
+    Returns:
+        The shifted images, of the same shape.
+    """
+    import numpy as np
+
+    padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=background)
+    span = np.arange(8)
+    image = np.arange(len(images))[:, None, None]
+    row = (shifts[:, 0, None] + span)[:, :, None]
+    column = (shifts[:, 1, None] + span)[:, None, :]
+    shifted: np.ndarray = padded[image, row, column]
+    return shifted.reshape(images.shape)
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -184,6 +195,7 @@ def build_model() -> "torch.nn.Module":
     from torch import nn
 
     return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1),
@@ -196,28 +208,6 @@ def build_model() -> "torch.nn.Module":
         nn.ReLU(),
         nn.Linear(64, 10),
     )
-
-
-def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float) -> "torch.Tensor":
-    """Shift each image by up to one pixel in both directions, and fill the border with background.
-
-    Args:
-        images: Images of shape (n, 1, 8, 8).
-        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 is no shift.
-        background: Value of a background pixel.
-
-    Returns:
-        The shifted images, of the same shape.
-    """
-    import torch
-
-    padded = torch.nn.functional.pad(images[:, 0], (1, 1, 1, 1), value=background)
-    offsets = torch.as_tensor(shifts)
-    span = torch.arange(8)
-    image = torch.arange(len(images))[:, None, None]
-    row = (offsets[:, 0, None] + span)[:, :, None]
-    column = (offsets[:, 1, None] + span)[:, None, :]
-    return padded[image, row, column][:, None]
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -237,7 +227,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(config["seed"])
-    images, labels = read_split(config["train_path"])
+    images, labels = read_images(config["train_path"])
     model = ray.train.torch.prepare_model(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
     device = ray.train.torch.get_device()
@@ -248,8 +238,8 @@ def train_loop(config: dict[str, Any]) -> None:
         for pixels, digits in session.batches((images, labels)):
             random = np.random.default_rng((config["seed"], session.epoch))
             shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
-            logits = model(shift_images(pixels, shifts, float(images.min())).to(device))
-            loss = torch.nn.functional.cross_entropy(logits, digits.to(device))
+            logits = model(torch.tensor(shift_pixels(pixels, shifts, images.min()), device=device))
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(digits, device=device))
             optimizer.zero_grad()
             (loss * session.weight).backward()  # the workers' gradients are averaged
             optimizer.step()
@@ -259,15 +249,13 @@ def train_loop(config: dict[str, Any]) -> None:
             session.step(metrics)  # also saves each step that reports the score
 
 
-def accuracy_of(
-    model: "torch.nn.Module", session: loop.Session, images: "torch.Tensor", labels: "torch.Tensor"
-) -> float:
+def accuracy_of(model: "torch.nn.Module", session: loop.Session, images: "np.ndarray", labels: "np.ndarray") -> float:
     """Evaluate the current weights on all ranks together.
 
     Args:
         model: The network, on this rank's device.
         session: The session, which divides the images among the ranks.
-        images: Images of shape (n, 1, 8, 8).
+        images: Images of shape (n, 64).
         labels: Labels of shape (n,).
 
     Returns:
@@ -280,7 +268,7 @@ def accuracy_of(
     accuracy = torch.zeros((), device=device)
     with torch.inference_mode():
         for pixels, digits in session.once((images, labels), 512):
-            right = model(pixels.to(device)).argmax(1) == digits.to(device)
+            right = model(torch.tensor(pixels, device=device)).argmax(1) == torch.tensor(digits, device=device)
             accuracy += right.float().mean() * session.weight  # batches and shares may differ in size
     if dist.is_initialized():
         dist.all_reduce(accuracy)
@@ -309,107 +297,65 @@ def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str 
     with checkpoint_directory(checkpoint_uri, storage) as directory:
         loop.TorchState(model=model).read(str(directory), only_these=True)
         epoch = loop.read_about(directory)["epoch"]
-    images, labels = read_split(test_path)
+    images, labels = read_images(test_path)
     with torch.inference_mode():
-        read = model.eval()(images).argmax(1)
-    confusion = torch.zeros(10, 10, dtype=torch.int64)
-    confusion.index_put_((labels, read), torch.ones_like(labels), accumulate=True)
-
-    evaluation = Evaluation(
-        epoch=epoch,
-        accuracy=confusion.diagonal().sum().item() / len(labels),
-        confusion=confusion.tolist(),
-    )
-    create_markdown_artifact(
-        key="digits-confusion-matrix",
-        markdown=confusion_report(evaluation, checkpoint_uri),
-        description=f"{evaluation.accuracy:.1%} of {len(labels)} held-out images read correctly",
-    )
-    get_run_logger().info("test accuracy %.4f after epoch %d", evaluation.accuracy, evaluation.epoch)
-    return evaluation
+        read = model.eval()(torch.tensor(images)).argmax(1).numpy()
+    return publish_evaluation("digits-confusion-matrix", checkpoint_uri, epoch, labels, read)
 
 
-def confusion_report(evaluation: Evaluation, checkpoint_uri: str) -> str:
-    """Render an evaluation as markdown: the picture, then recall and precision of each digit.
+def publish_evaluation(
+    key: str, checkpoint_uri: str, epoch: int, labels: "np.ndarray", read: "np.ndarray"
+) -> Evaluation:
+    """Publish the confusion matrix of a checkpoint as an artifact, with precision and recall of each digit.
 
     Args:
-        evaluation: The evaluation.
+        key: Key of the artifact.
         checkpoint_uri: The evaluated checkpoint.
+        epoch: Epoch after which it was written.
+        labels: The written digits.
+        read: The digits that were read.
 
     Returns:
-        Markdown with the picture embedded as an SVG data URI.
+        The accuracy and the confusion matrix.
     """
-    confusion = evaluation.confusion
-    total = sum(map(sum, confusion))
-    correct = sum(confusion[digit][digit] for digit in range(10))
-    lines = [
-        "# Handwritten digits",
-        "",
-        f"**{evaluation.accuracy:.1%}** of the held-out images are read correctly ({correct} of {total}), "
-        f"by the checkpoint of epoch {evaluation.epoch}.",
-        "",
-        f"![Confusion matrix]({svg_data_uri(confusion_svg(evaluation))})",
-        "",
-        "| digit | images | recall | precision | taken for |",
-        "|---|---|---|---|---|",
-    ]
-    for digit, row in enumerate(confusion):
-        taken_for = ", ".join(f"{other} ({n}×)" for other, n in enumerate(row) if n and other != digit) or "–"
-        recall = share(row[digit], sum(row))
-        precision = share(row[digit], sum(other[digit] for other in confusion))
-        lines.append(f"| {digit} | {sum(row)} | {recall} | {precision} | {taken_for} |")
-    lines += ["", f"Checkpoint: `{checkpoint_uri}`"]
-    return "\n".join(lines)
+    from sklearn.metrics import classification_report, confusion_matrix
+
+    confusion = confusion_matrix(labels, read, labels=range(10))
+    accuracy = float((labels == read).mean())
+    summary = f"{accuracy:.1%} of {len(labels)} held-out images read correctly"
+    markdown = f"""# Handwritten digits
+
+**{summary}**, by the checkpoint of epoch {epoch}: `{checkpoint_uri}`
+
+![Confusion matrix]({confusion_picture(confusion)})
+
+```
+{classification_report(labels, read, zero_division=0)}
+```
+"""
+    create_markdown_artifact(key=key, markdown=markdown, description=summary)
+    get_run_logger().info("test accuracy %.4f after epoch %d", accuracy, epoch)
+    return Evaluation(epoch=epoch, accuracy=accuracy, confusion=confusion.tolist())
 
 
-def share(part: int, whole: int) -> str:
-    """Format `part` of `whole` as a percentage, or a dash if there is nothing to divide."""
-    return f"{part / whole:.1%}" if whole else "–"
-
-
-def confusion_svg(evaluation: Evaluation) -> bytes:
-    """Draw a confusion matrix: right answers in blue, wrong ones in red, each square with its count.
+def confusion_picture(confusion: "np.ndarray") -> str:
+    """Draw a confusion matrix.
 
     Args:
-        evaluation: The evaluation.
+        confusion: Number of images by written digit (row) and by digit read (column).
 
     Returns:
-        The picture as SVG. The same evaluation gives the same bytes.
+        The picture as an SVG data URI, which Prefect's UI shows in markdown.
     """
-    import matplotlib
-    import numpy as np
     from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
 
-    counts = np.array(evaluation.confusion)
-    right = np.eye(10, dtype=bool)
-    with matplotlib.rc_context({"svg.hashsalt": "digits", "font.size": 11}):
-        figure = Figure(figsize=(6.4, 6.4), layout="constrained", facecolor="white")
-        axes = figure.add_subplot()
-        # Two scales: on the scale of the right answers a handful of errors could not be seen.
-        for mask, colours, top in (
-            (~right, "Reds", max(3, counts[~right].max())),
-            (right, "Blues", counts.max()),
-        ):
-            axes.imshow(np.ma.array(counts, mask=~mask | (counts == 0)), cmap=colours, vmin=0, vmax=top * 1.8)
-        for written, read in np.argwhere(counts):
-            axes.text(read, written, str(counts[written, read]), ha="center", va="center")
-        axes.set_xticks(range(10))
-        axes.set_yticks(range(10))
-        axes.set_xticks(np.arange(-0.5, 10), minor=True)
-        axes.set_yticks(np.arange(-0.5, 10), minor=True)
-        axes.grid(which="minor", color="#dddddd", linewidth=0.8)
-        axes.tick_params(which="both", length=0)
-        axes.set_xlabel("digit read by the network")
-        axes.set_ylabel("digit written")
-        axes.set_title(f"{evaluation.accuracy:.1%} of {counts.sum()} images read correctly")
-        picture = io.BytesIO()
-        figure.savefig(picture, format="svg", metadata={"Date": None})
-    return picture.getvalue()
-
-
-def svg_data_uri(svg: bytes) -> str:
-    """Encode an SVG picture as a data URI, which Prefect's UI shows in markdown."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
+    figure = Figure(figsize=(6.4, 6.4), layout="constrained", facecolor="white")
+    display = ConfusionMatrixDisplay(confusion).plot(ax=figure.add_subplot(), cmap="Blues", colorbar=False)
+    display.ax_.set(xlabel="digit read by the network", ylabel="digit written")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(picture.getvalue()).decode('ascii')}"
 
 
 # ---------------------------------------------------------------------------------------------- flow
@@ -472,11 +418,7 @@ def summarize(result: TrainingResult, evaluation: Evaluation) -> dict[str, Any]:
         train_accuracy=result.metrics.get("train_accuracy"),
         loss=result.metrics.get("loss"),
         epochs=evaluation.epoch,
-        run_name=result.run_name,
-        run_uri=result.run_uri,
-        checkpoint_uri=result.checkpoint_uri,
-        attempts=result.attempts,
-        worker_failures=result.worker_failures,
+        **result.model_dump(include={"run_name", "run_uri", "checkpoint_uri", "attempts", "worker_failures"}),
         world_sizes=[change.size for change in result.world_sizes],
     )
     return summary.model_dump(mode="json")

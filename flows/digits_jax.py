@@ -9,10 +9,9 @@ import itertools
 import math
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
+from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
@@ -24,9 +23,11 @@ from flows.digits import (
     DEFAULT_STORAGE,
     Evaluation,
     Storage,
-    confusion_report,
     prepare_digits,
     print_outcome,
+    publish_evaluation,
+    read_images,
+    shift_pixels,
     summarize,
 )
 from prefect_elastic_train import (
@@ -39,54 +40,10 @@ from prefect_elastic_train import (
     loop,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
 LAYERS = (64, 256, 128, 10)  # pixels, two hidden layers, digits; about 51,000 weights
 MOMENTUM = 0.9
 
 Arrays = dict[str, Any]  # arrays of numpy or JAX, by name
-
-
-# ---------------------------------------------------------------------------------------------- data
-
-
-def read_arrays(path: str) -> "tuple[np.ndarray, np.ndarray]":
-    """Read one Parquet file that `prepare_digits` wrote.
-
-    Args:
-        path: The Parquet file.
-
-    Returns:
-        Images, float32 of shape (n, 64), and labels, int32 of shape (n,).
-    """
-    import pandas as pd
-
-    table = pd.read_parquet(path)
-    labels = table.pop("label").to_numpy("int32")
-    return table.to_numpy("float32"), labels
-
-
-def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) -> "np.ndarray":
-    """Shift each image by up to one pixel in both directions, and fill the border with background.
-
-    Args:
-        images: Images of shape (n, 64).
-        shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 is no shift.
-        background: Value of a background pixel.
-
-    Returns:
-        The shifted images, of the same shape.
-    """
-    import numpy as np
-
-    padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=background)
-    span = np.arange(8)
-    image = np.arange(len(images))[:, None, None]
-    row = (shifts[:, 0, None] + span)[:, :, None]
-    column = (shifts[:, 1, None] + span)[:, None, :]
-    shifted: np.ndarray = padded[image, row, column]
-    return shifted.reshape(images.shape)
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -156,7 +113,7 @@ def train_loop(config: dict[str, Any]) -> None:
         velocity = jax.tree.map(lambda old, new: MOMENTUM * old + new, velocity, gradients)
         return jax.tree.map(lambda old, change: old - rate * change, parameters, velocity), velocity, loss, accuracy
 
-    images, labels = read_arrays(config["train_path"])
+    images, labels = read_images(config["train_path"])
     # A sharded array has equally many rows on each device. Rows beyond a process's share have a count of 0.
     rows = math.ceil(config["batch_size"] / len(jax.devices())) * jax.local_device_count()
     parameters = initial_parameters(config["seed"])
@@ -171,7 +128,7 @@ def train_loop(config: dict[str, Any]) -> None:
             random = np.random.default_rng((config["seed"], session.epoch))
             shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
             counts = np.full(len(digits), session.weight > 0, "float32")
-            local = (shift_pixels(pixels, shifts, images.min()), digits, counts)
+            local = (shift_pixels(pixels, shifts, images.min()), digits.astype("int32"), counts)
             padded = [np.pad(array, [(0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in local]
             batch = [jax.make_array_from_process_local_data(by_rows, array) for array in padded]
             rate = np.float32(config["learning_rate"] * (1 - session.done / session.end))
@@ -194,25 +151,13 @@ def evaluate_digits_jax(checkpoint_uri: str, test_path: str, storage: Storage | 
     Returns:
         The accuracy and the confusion matrix.
     """
-    import numpy as np
-
     state = loop.JaxState(parameters=initial_parameters(0))
     with checkpoint_directory(checkpoint_uri, storage) as directory:
         state.read(str(directory), only_these=True)
         epoch = loop.read_about(directory)["epoch"]
-    images, labels = read_arrays(test_path)
-    confusion = np.zeros((10, 10), "int64")
-    np.add.at(confusion, (labels, logits_of(state.parameters, images).argmax(1)), 1)
-
-    accuracy = float(confusion.trace() / len(labels))
-    evaluation = Evaluation(epoch=epoch, accuracy=accuracy, confusion=confusion.tolist())
-    create_markdown_artifact(
-        key="digits-jax-confusion-matrix",
-        markdown=confusion_report(evaluation, checkpoint_uri),
-        description=f"{evaluation.accuracy:.1%} of {len(labels)} held-out images read correctly",
-    )
-    get_run_logger().info("test accuracy %.4f after epoch %d", evaluation.accuracy, evaluation.epoch)
-    return evaluation
+    images, labels = read_images(test_path)
+    read = logits_of(state.parameters, images).argmax(1)
+    return publish_evaluation("digits-jax-confusion-matrix", checkpoint_uri, epoch, labels, read)
 
 
 # ---------------------------------------------------------------------------------------------- flow

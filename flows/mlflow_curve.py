@@ -23,27 +23,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from prefect import flow
 from pydantic import Field
 
-from prefect_elastic_train import (
-    ElasticScaling,
-    FailureBudget,
-    FsspecStorage,
-    LocalStorage,
-    RayCluster,
-    S3Storage,
-    elastic_train,
+from flows.digits import (
+    DEFAULT_CLUSTER,
+    DEFAULT_FAILURES,
+    DEFAULT_SCALING,
+    DEFAULT_STORAGE,
+    DEMO_DIRECTORY,
+    Storage,
 )
+from prefect_elastic_train import ElasticScaling, FailureBudget, RayCluster, elastic_train
 from prefect_elastic_train.loop import RunContext, run_context
 
 if TYPE_CHECKING:
     import numpy as np
     from mlflow import MlflowClient
 
-DEMO_DIRECTORY = Path(".demo").resolve()
 DEFAULT_TRACKING_URI = str(DEMO_DIRECTORY / "mlflow")
-DEFAULT_STORAGE = LocalStorage(path=str(DEMO_DIRECTORY / "runs"))
-DEFAULT_SCALING = ElasticScaling(min_workers=1, max_workers=2)
-DEFAULT_FAILURES = FailureBudget()
-DEFAULT_CLUSTER = RayCluster()
 
 WEIGHTS = 4  # size of the linear model
 BATCH_SIZE = 32
@@ -243,7 +238,7 @@ def mlflow_curve(
     step_seconds: Annotated[float, Field(ge=0)] = 0.05,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     experiment: str = "elastic-train",
-    storage: LocalStorage | S3Storage | FsspecStorage = DEFAULT_STORAGE,
+    storage: Storage = DEFAULT_STORAGE,
     scaling: ElasticScaling = DEFAULT_SCALING,
     failures: FailureBudget = DEFAULT_FAILURES,
     cluster: RayCluster = DEFAULT_CLUSTER,

@@ -4,46 +4,29 @@ It needs no work pool; `prefect.yaml` deploys the same flows to one. The deploym
 in `blocks.profiles`. The blocks are saved on the server, so that they can be changed in the UI.
 """
 
-import argparse
 import os
-import sys
 from collections.abc import Mapping
+from typing import Annotated, Any
 
+import typer
 from prefect import serve
 from prefect.types.entrypoint import EntrypointType
 
-from blocks.profiles import PROFILES, AnyBlock
+from blocks.profiles import PROFILES, profile_blocks
 from flows.chained import pipeline, pipeline_in_one, prepare
 from flows.digits import digits
 from flows.digits_jax import digits_jax
 from flows.evaluate import evaluate
 from flows.mlflow_curve import mlflow_curve
-from prefect_elastic_train import (
-    CheckpointPolicy,
-    ConfigurationError,
-    ElasticScaling,
-    FailureBudget,
-    FsspecStorage,
-    LocalStorage,
-    RayCluster,
-    S3Storage,
-)
-from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, find_saved, load_saved
+from prefect_elastic_train import ConfigurationError
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, STORAGE_TYPES, find_saved, load_saved
+from prefect_elastic_train.cli.common import exit_on_error
 from prefect_elastic_train.train_flow import train
 
-#: Flow parameter of each block type.
-PARAMETERS: dict[type[AnyBlock], str] = {
-    ElasticScaling: "scaling",
-    FailureBudget: "failures",
-    CheckpointPolicy: "checkpoints",
-    RayCluster: "cluster",
-    LocalStorage: "storage",
-    S3Storage: "storage",
-    FsspecStorage: "storage",
-}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def block_parameters(name: str, storage: str, environment: Mapping[str, str]) -> dict[str, AnyBlock]:
+def block_parameters(name: str, storage: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Load the blocks that the deployments start with, and save those that the server does not have.
 
     Args:
@@ -58,59 +41,53 @@ def block_parameters(name: str, storage: str, environment: Mapping[str, str]) ->
     Raises:
         ConfigurationError: A variable of the profile is not set, there is no storage, or a block has an invalid value.
     """
-    parameters = {key: block for kind, key in PARAMETERS.items() if (block := find_saved([kind], name)) is not None}
+    parameters: dict[str, Any] = {}
+    for key, types in BLOCK_TYPES.items():
+        if (block := find_saved(types, name)) is not None:
+            parameters[key] = block
     if storage:
         parameters["storage"] = load_saved(STORAGE_TYPES, storage)
-    if set(parameters) == set(PARAMETERS.values()):
+    if set(parameters) == set(BLOCK_TYPES):
         return parameters
-    profile = PROFILES.get(name, PROFILES["laptop"])
-    missing = {PARAMETERS[type(block)]: block for block in profile.blocks(environment)}
-    if "storage" not in {*parameters, *missing}:
-        raise ConfigurationError(f"the profile {profile.name} has no storage: give a saved one with --storage")
-    for key in set(missing) - set(parameters):
-        missing[key].save(name)
-        parameters[key] = load_saved([type(missing[key])], name)
+    profile = name if name in PROFILES else "laptop"
+    for block in profile_blocks(profile, environment):
+        [key] = [key for key, types in BLOCK_TYPES.items() if type(block) in types]
+        if key not in parameters:
+            block.save(name)
+            parameters[key] = load_saved([type(block)], name)
+    if "storage" not in parameters:
+        raise ConfigurationError(f"the profile {profile} has no storage: give a saved one with --storage")
     return parameters
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        arguments: Arguments to parse; by default those of the process.
-
-    Returns:
-        `cron` (None or a cron expression), `blocks` and `storage` (names of block documents).
-    """
-    parser = argparse.ArgumentParser(prog="python -m flows.serve", description="Serve the example flows.")
-    parser.add_argument("--cron", help='schedule of the digits flow, such as "0 3 * * *"; by default none')
-    parser.add_argument(
-        "--blocks",
-        default="laptop",
-        metavar="NAME",
-        help="name of the blocks to start with; missing ones are saved with the values of the profile of that name, or "
-        "of the profile laptop (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--storage",
-        default="",
-        metavar="NAME",
-        help="a saved storage block to keep runs in, such as training-storage-s3/s3; by default that of --blocks",
-    )
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Serve the deployments until the process is terminated."""
-    options = parse_arguments()
-    try:
-        parameters = block_parameters(options.blocks, options.storage, os.environ)
-    except ConfigurationError as error:
-        sys.exit(f"error: {error}")
+@app.command()
+def main(
+    cron: Annotated[
+        str | None, typer.Option(help='Schedule of the digits flow, such as "0 3 * * *"; by default none.')
+    ] = None,
+    blocks: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the blocks to start with. Missing ones are saved with the values of the profile of that "
+            "name, or of the profile laptop.",
+        ),
+    ] = "laptop",
+    storage: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A saved storage block to keep runs in, such as training-storage-s3/s3; by default that of --blocks.",
+        ),
+    ] = "",
+) -> None:
+    """Serve the example flows until the process is terminated."""
+    with exit_on_error():
+        parameters = block_parameters(blocks, storage, os.environ)
     without_policy = {key: block for key, block in parameters.items() if key != "checkpoints"}
-    tags = ["elastic-train", options.blocks]
+    tags = ["elastic-train", blocks]
     serve(
-        digits.to_deployment("digits", cron=options.cron, parameters=without_policy, tags=tags),
+        digits.to_deployment("digits", cron=cron, parameters=without_policy, tags=tags),
         digits_jax.to_deployment("digits-jax", parameters=without_policy, tags=tags),
         evaluate.to_deployment("digits", tags=tags),
         mlflow_curve.to_deployment("mlflow-curve", parameters=without_policy, tags=tags),
@@ -122,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app(prog_name="python -m flows.serve")

@@ -1,7 +1,5 @@
 """Base class of the blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from prefect.blocks.core import Block

@@ -3,8 +3,6 @@
 Secrets that the code leaves empty keep the value on the server.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,9 +1,7 @@
 """Find the block of an argument: a saved one by its name, the profile's, or the default of the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
@@ -11,22 +9,12 @@ from pydantic import SecretStr
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core import storage_settings
-from prefect_elastic_train.core.operator_settings import default_block_name, variable_of
+from prefect_elastic_train.core.operator_settings import get_settings, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
-
-STORAGE_TYPES: list[type[StorageBlock]] = [blocks.LocalStorage, blocks.S3Storage, blocks.FsspecStorage]
-#: The block types that each argument of ``elastic_train`` accepts.
-BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
-    "scaling": [blocks.ElasticScaling],
-    "failures": [blocks.FailureBudget],
-    "checkpoints": [blocks.CheckpointPolicy],
-    "storage": STORAGE_TYPES,
-    "cluster": [blocks.RayCluster],
-}
 
 
 class Blocks(NamedTuple):
@@ -37,6 +25,13 @@ class Blocks(NamedTuple):
     checkpoints: blocks.CheckpointPolicy
     storage: StorageBlock
     cluster: blocks.RayCluster
+
+
+STORAGE_TYPES: tuple[type[StorageBlock], ...] = get_args(StorageBlock)
+#: The block types that each argument of ``elastic_train`` accepts.
+BLOCK_TYPES: dict[str, tuple[type[TrainingBlock], ...]] = {
+    argument: get_args(accepted) or (accepted,) for argument, accepted in get_type_hints(Blocks).items()
+}
 
 
 def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
@@ -113,7 +108,7 @@ def load_block(argument: str, value: TrainingBlock | str | None = None) -> Any:
     """
     types = BLOCK_TYPES[argument]
     block = chosen_block(argument, value or "") if value is None or isinstance(value, str) else value
-    if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
+    if not isinstance(block, types):
         names = " or ".join(block_type.__name__ for block_type in types)
         raise ConfigurationError(f"{argument}: expected {names} or the name of one, got {type(value).__name__}")
     for field, content in block:
@@ -148,11 +143,12 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
     block = find_saved(types, profile) if profile else None
     if block is not None:
         return block
-    if default := default_block_name(argument):
+    setting = f"default_{argument}"
+    if default := getattr(get_settings(), setting):
         try:
             return load_saved(types, default)
         except ConfigurationError as error:  # the user may not know the setting, so name it
-            raise ConfigurationError(f"{variable_of(f'default_{argument}')}={default!r}: {error}") from error
+            raise ConfigurationError(f"{variable_of(setting)}={default!r}: {error}") from error
     return blocks.LocalStorage(path=storage_settings.DEFAULT_STORAGE) if argument == "storage" else types[0]()
 
 

@@ -5,8 +5,6 @@ deployment. The copy does not follow later changes, and shows the block's secret
 after that, so a reference stays a reference.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -11,8 +11,6 @@ Exit codes:
 Listing the commands imports neither Ray nor Prefect. The commands ``runs`` import Prefect only to load a saved block.
 """
 
-from __future__ import annotations
-
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -76,12 +74,8 @@ app = typer.Typer(
 )
 
 
-def _placeholder() -> None:
-    """Stand in the list of commands for a command whose module is not imported."""
-
-
 for _name, (_, _help) in COMMANDS.items():
-    app.command(_name, help=_help)(_placeholder)
+    app.command(_name, help=_help)(lambda: None)  # for the list of commands
 
 
 def _print_version(is_requested: bool) -> None:

@@ -1,23 +1,20 @@
 """Helpers of the commands: errors, access to a storage, and output for people."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic_core import to_json
+from pydantic_core import to_json, to_jsonable_python
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, storage_at
-from prefect_elastic_train.report.formats import duration
-from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.opening import Storage
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -27,15 +24,9 @@ _PIPE_WIDTH = 400
 _RETRY_SECONDS = 20.0
 
 
-def console() -> Console:
-    """Return a rich console that writes to the current standard output. It does not fold lines."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-
-
 def exit_with_error(message: str, code: int = 1) -> NoReturn:
     """Print an error in one line to standard error, and exit."""
-    error_console = Console(stderr=True, highlight=False, soft_wrap=True)
-    error_console.print(f"error: {' '.join(message.split())}", markup=False, style="red")
+    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)
     raise typer.Exit(code)
 
 
@@ -76,33 +67,37 @@ def open_for_command(name: str) -> Storage:
         settings = lookup.load_saved(lookup.STORAGE_TYPES, name).plain()
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
-    return open_storage(settings, min(settings.retry_seconds, _RETRY_SECONDS))
+    limited = {"retry_seconds": min(settings.retry_seconds, _RETRY_SECONDS)}
+    return Storage(settings.model_copy(update=limited))
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON to standard output, with null for NaN. A rich console would fold long lines."""
-    typer.echo(to_json(value, inf_nan_mode="null", indent=2).decode())
+    """Print values and models as JSON to standard output, with null for NaN. A rich console would fold long lines."""
+    typer.echo(to_json(to_jsonable_python(value), inf_nan_mode="null", indent=2).decode())
 
 
 def print_lines(*lines: str) -> None:
-    """Print each text to standard output, without markup and with control characters replaced."""
+    """Print each text to standard output, with control characters replaced."""
     for line in lines:
-        console().print(printable(line), markup=False)
+        typer.echo(printable(line))
 
 
-def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+def print_fields(fields: Mapping[str, str]) -> None:
     """Print names and values to standard output, one pair a line. Empty values are left out."""
-    print_lines(*(f"{name + ':':<16}{value}" for name, value in fields if value))
+    print_lines(*(f"{name + ':':<16}{value}" for name, value in fields.items() if value))
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> None:
-    """Print a table without frames to standard output; ``right`` has the headings of right-aligned columns."""
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table without frames to standard output. Each row has its cells by heading; numbers are right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    headings = list(dict.fromkeys(chain.from_iterable(rows)))
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+        is_number = all(row.get(heading, "")[:1].isdigit() for row in rows if row.get(heading))
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(value)) for value in row))
-    console().print(table, soft_wrap=False)
+        table.add_row(*(printable(row.get(heading, "")) for heading in headings))
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 def printable(text: str) -> str:
@@ -110,20 +105,8 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
-def format_age(at: float | None, now: float) -> str:
-    """Return the time from ``at`` to ``now`` as text, such as ``3.2 min``; empty if ``at`` is None."""
-    return "" if at is None else duration(now - at)
-
-
 def format_faults(accounts: Any) -> str:
     """Return the numbers of failures, preemptions, resizes and repeated work in a run's accounts or result as text."""
     counts = f"worker failures: {accounts.worker_failures}, preemptions: {accounts.preemptions}"
     repeated = f"reports done again: {accounts.reports_lost}, steps: {accounts.steps_redone}"
     return f"{counts}, resizes: {accounts.resizes}, {repeated}"
-
-
-def short_metrics(metrics: dict[str, Any], limit: int = 3) -> str:
-    """Return the first ``limit`` metrics with short values as text, such as ``loss=0.12 step=7``."""
-    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    shown = [f"{name}={text}" for name, text in texts.items() if len(text) <= 20]
-    return " ".join(shown[:limit]) + (" …" if len(shown) > limit else "")

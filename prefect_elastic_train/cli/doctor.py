@@ -1,9 +1,6 @@
 """``elastic-train doctor``."""
 
-from __future__ import annotations
-
 import time
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -46,7 +43,7 @@ def examine(
     seconds = round(time.monotonic() - started, 1)
     is_ok = all(finding.level != "fail" for finding in findings)
     if as_json:
-        print_json({"ok": is_ok, "seconds": seconds, "findings": [*map(asdict, findings)]})
+        print_json({"ok": is_ok, "seconds": seconds, "findings": findings})
     else:
         print_lines(
             f"{'trainings can run here' if is_ok else 'trainings cannot run like this'} (checked in {seconds} s)"

@@ -1,7 +1,5 @@
 """``elastic-train resume`` and ``elastic-train automations``: resume dead flow runs, once or automatically."""
 
-from __future__ import annotations
-
 from typing import Annotated
 from uuid import UUID
 
@@ -75,10 +73,18 @@ def create_automations(
     """
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.orchestration.automations import find_scopes, save_automations
+    from prefect_elastic_train.orchestration.automations import save_automations
 
     with exit_on_error(), get_client(sync_client=True) as client:
-        scopes = find_scopes(client, deployments or [], tags or [])
-        saved = save_automations(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert)
+        saved = save_automations(
+            client,
+            deployments or [],
+            tags or [],
+            max_resumes,
+            heartbeat_timeout,
+            evaluate_with,
+            evaluate_at,
+            alert,
+        )
         for change, name in saved:
             print_lines(f"{change:<10}{name}")

@@ -1,7 +1,5 @@
 """``elastic-train rehearse``: test the recovery of a loop before a real fault."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from contextlib import redirect_stdout

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_core import to_json
@@ -21,14 +21,13 @@ from prefect_elastic_train.cli.common import (
     format_faults,
     print_fields,
     print_json,
-    short_metrics,
 )
 from prefect_elastic_train.core.causes import short_message
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.report.formats import duration
+from prefect_elastic_train.report.formats import duration, format_metrics
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun, State
+    from prefect.client.schemas.objects import FlowRun
 
     from prefect_elastic_train.blocks.lookup import Blocks
     from prefect_elastic_train.orchestration.arguments import TrainOptions
@@ -115,11 +114,11 @@ def run_training(
     with redirect_stdout(sys.stderr), exit_on_error(WRONG_USAGE):
         parameters = _checked_parameters(loop, loop_config(config or [], settings or []), options)
         blocks = _load_blocks(names, profile, workers)
-        finished = None if dry_run else _run_flow(parameters, blocks)
-    if finished is None:
+        flow_run = None if dry_run else _run_flow(parameters, blocks)
+    if flow_run is None:
         _print_plan(parameters, blocks)
     else:
-        _print_result(finished, as_json)
+        _print_result(flow_run, as_json)
 
 
 def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
@@ -161,13 +160,8 @@ def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:
         ) from error
 
 
-class _FinishedFlowRun(NamedTuple):
-    flow_run: FlowRun
-    state: State[Any]
-
-
-def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> _FinishedFlowRun:
-    """Run the flow ``train`` in this process until it ends. Return its flow run and the final state.
+def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> FlowRun:
+    """Run the flow ``train`` in this process until it ends. Return its flow run with the final state.
 
     Exit the command after Ctrl-C, and if the flow ends without setting a state.
     """
@@ -193,7 +187,7 @@ def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> _FinishedFlowRun:
         raise typer.Exit(130) from None  # the exit code of shells after Ctrl-C
     except Abort as error:
         exit_with_error(f"{error}. Flow run {_locate(flow_run)}")
-    return _FinishedFlowRun(flow_run, state)
+    return flow_run.model_copy(update={"state": state})
 
 
 def _locate(flow_run: FlowRun) -> str:
@@ -213,30 +207,30 @@ def _print_plan(parameters: dict[str, Any], blocks: Blocks) -> None:
     print_json(plan)
 
 
-def _print_result(finished: _FinishedFlowRun, as_json: bool) -> None:
+def _print_result(flow_run: FlowRun, as_json: bool) -> None:
     """Print the result of a completed training; exit with an error if it did not complete."""
     from prefect_elastic_train.orchestration.training_result import TrainingResult
 
-    state = finished.state
+    state: Any = flow_run.state
     if not state.is_completed():
         # One line; the log has all of it.
         first, _, rest = str(state.result(raise_on_failure=False) or state.message).strip().partition("\n")
         message = f"{first.strip().rstrip('.')}: {short_message(rest)}" if rest.strip() else first
-        exit_with_error(f"{state.name}: {message}. Flow run {_locate(finished.flow_run)}")
+        exit_with_error(f"{state.name}: {message}. Flow run {_locate(flow_run)}")
     result = TrainingResult.model_validate(state.result())
     if as_json:
-        print_json(result.model_dump())
+        print_json(result)
         return
     print_fields(
-        [
-            ("run", result.run_name),
-            ("where", result.run_uri),
-            ("checkpoint", result.checkpoint_uri),
-            ("metrics", short_metrics(result.metrics, 10)),
-            ("attempts", f"{result.attempts}, {format_faults(result)}"),
-            ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
-            ("flow run", _locate(finished.flow_run)),
-        ]
+        {
+            "run": result.run_name,
+            "where": result.run_uri,
+            "checkpoint": result.checkpoint_uri,
+            "metrics": format_metrics(result.metrics, 10),
+            "attempts": f"{result.attempts}, {format_faults(result)}",
+            "goodput": f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}",
+            "flow run": _locate(flow_run),
+        }
     )
 
 

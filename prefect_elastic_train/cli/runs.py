@@ -13,18 +13,16 @@ from prefect_elastic_train.cli.common import (
     Json,
     exit_on_error,
     exit_with_error,
-    format_age,
     format_faults,
     open_for_command,
     print_fields,
     print_json,
     print_lines,
     print_table,
-    short_metrics,
 )
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.report.formats import duration, format_counts, size
+from prefect_elastic_train.report.formats import duration, format_counts, format_metrics, size
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, inspect_run, summarize, verify
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
@@ -39,8 +37,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Result = TypeVar("Result")
 
-_THREADS = 16
-
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
@@ -53,16 +49,11 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
     """List the runs: state, progress and checkpoints of each."""
     with exit_on_error():
         opened = open_for_command(storage)
-        summaries = _read_runs(_summary, opened, opened.run_names())
+        summaries = _read_runs(_summary, opened)
         if as_json:
-            print_json({"storage": opened.uri, "runs": [summary.model_dump(mode="json") for summary in summaries]})
+            print_json({"storage": opened.uri, "runs": summaries})
         elif summaries:
-            rows = [_columns(summary) for summary in summaries]
-            print_table(
-                [*rows[0]],
-                [[*row.values()] for row in rows],
-                ["attempts", "reports", "kept", "size", "last commit"],
-            )
+            print_table([*map(_summary_row, summaries)])
         else:
             print_lines(f"no runs in {opened.uri}")
         unreadable = [summary.detail for summary in summaries if summary.state is RunState.UNREADABLE]
@@ -75,14 +66,13 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with exit_on_error():
         opened = open_for_command(storage)
-        _select_runs(opened, [run])
-        details = inspect_run(RunDirectory(opened.run(run)))
-        if details is None:
+        found = _read_runs(inspect_run, opened, [run])
+        if not found:
             raise ConfigurationError(f"{opened.uri}/{run} is a folder without a run of this package")
         if as_json:
-            print_json(details.model_dump(mode="json"))
+            print_json(found[0])
         else:
-            _print_details(details)
+            _print_details(found[0])
 
 
 @app.command("verify")
@@ -104,16 +94,14 @@ def verify_runs(
     """
     with exit_on_error():
         opened = open_for_command(storage)
-        names = _select_runs(opened, runs)
-        verifications = _read_runs(verify, opened, names)
+        verifications = _read_runs(verify, opened, runs)
         checks: dict[str, SampleCheck] = {}
         if samples:
             from prefect_elastic_train.runs.sample_check import check_samples  # imports numpy
 
-            checks = {check.name: check for check in _read_runs(check_samples, opened, names)}
+            checks = {check.name: check for check in _read_runs(check_samples, opened, runs)}
     if as_json:
-        fields = {name: {"samples": check.model_dump(mode="json")} for name, check in checks.items()}
-        each = [run.model_dump(mode="json") | fields.get(run.name, {}) for run in verifications]
+        each = [dict(run) | ({"samples": checks[run.name]} if run.name in checks else {}) for run in verifications]
         print_json({"storage": opened.uri, "runs": each})
     elif not verifications:
         print_lines(f"no runs in {opened.uri}")
@@ -123,8 +111,8 @@ def verify_runs(
             print_lines(*(f"    repair: {repair}" for repair in run.repairs))
             if run.name in checks:
                 print_lines(f"  {checks[run.name].message}")
-    inexact = [check for check in checks.values() if not check.exact and (runs or not check.unknown)]
-    if not all(run.whole for run in verifications) or inexact or any(check.wrong for check in checks.values()):
+    inexact = [check for check in checks.values() if (check.wrong or not check.exact) and (runs or not check.unknown)]
+    if inexact or not all(run.whole for run in verifications):
         raise typer.Exit(1)
 
 
@@ -146,14 +134,19 @@ def prune_runs(
     with exit_on_error():
         opened = open_for_command(storage)
         seconds = None if older_than is None else older_than * 86400
-        plans = _read_runs(lambda run: plan_run(run, seconds), opened, _select_runs(opened, runs))
+        plans = _read_runs(lambda run: plan_run(run, seconds), opened, runs)
         rows = [
-            [plan.run, deletion.folder or "the whole run", size(deletion.size_bytes), deletion.reason]
+            {
+                "run": plan.run,
+                "folder": deletion.folder or "the whole run",
+                "size": size(deletion.size_bytes),
+                "reason": deletion.reason,
+            }
             for plan in plans
             for deletion in plan.deletions
         ]
         if rows:
-            print_table(["run", "folder", "size", "reason"], rows, right=["size"])
+            print_table(rows)
         print_lines(*(f"skipped: {plan.run}: {plan.skipped}" for plan in plans if plan.skipped))
         if not rows:
             print_lines(f"nothing to delete in {opened.uri}")
@@ -168,41 +161,22 @@ def prune_runs(
                     print_lines(f"skipped: {plan.run}: {error}")
 
 
-def _columns(run: RunSummary) -> dict[str, str]:
-    """Return the row of a run for ``elastic-train runs list``: a text for each column heading."""
-    return {
-        "run": run.name,
-        "state": _format_state(run),
-        "attempts": str(run.attempts),
-        "reports": str(run.reports),
-        "metrics": short_metrics(run.metrics),
-        "kept": str(run.checkpoints),
-        "size": size(run.size_bytes) if run.size_bytes else "",
-        "last commit": format_age(run.last_commit_at, time.time()),
-        "flow run": run.flow_run_name,
-    }
+def _read_runs(
+    read: Callable[[RunDirectory], Result | None], storage: Storage, names: Sequence[str] | None = None
+) -> list[Result]:
+    """Call ``read`` with the run directory of each named run, or of all runs, in threads, and return the results.
 
-
-def _select_runs(storage: Storage, names: Sequence[str] | None) -> list[str]:
-    """Return the names of the requested runs without duplicates; without names, those of all runs in the storage.
+    The result None, of a folder that holds no run, is left out.
 
     Raises:
-        ConfigurationError: A requested run does not exist.
+        ConfigurationError: A named run does not exist.
     """
     existing = storage.run_names()
     for name in names or []:
         if name not in existing:
             raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
-    return list(dict.fromkeys(names or existing))
-
-
-def _read_runs(read: Callable[[RunDirectory], Result | None], storage: Storage, names: Sequence[str]) -> list[Result]:
-    """Call ``read`` with the run directory of each run, in threads, and return the results in the order of the names.
-
-    The result None, of a folder that holds no run, is left out.
-    """
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-runs") as pool:
-        results = pool.map(lambda name: read(RunDirectory(storage.run(name))), names)
+    with ThreadPoolExecutor(16) as pool:
+        results = pool.map(lambda name: read(RunDirectory(storage.run(name))), dict.fromkeys(names or existing))
         return [result for result in results if result is not None]
 
 
@@ -219,68 +193,81 @@ def _summary(run: RunDirectory) -> RunSummary | None:
         return RunSummary(name=run.name, uri=run.uri, state=RunState.UNREADABLE, detail=str(error))
 
 
+def _summary_row(run: RunSummary) -> dict[str, str]:
+    return {
+        "run": run.name,
+        "state": _format_state(run),
+        "attempts": str(run.attempts),
+        "reports": str(run.reports),
+        "metrics": format_metrics(run.metrics, 3),
+        "kept": str(run.checkpoints),
+        "size": size(run.size_bytes) if run.size_bytes else "",
+        "last commit": duration(time.time() - run.last_commit_at) if run.last_commit_at else "",
+        "flow run": run.flow_run_name,
+    }
+
+
 def _print_details(details: RunDetails) -> None:
     summary = details.summary
     accounts = details.accounts
     record = details.run
     now = time.time()
     print_fields(
-        [
-            ("run", summary.name),
-            ("where", summary.uri),
-            ("state", f"{_format_state(summary)} ({summary.detail})" if summary.detail else _format_state(summary)),
-            ("created", f"{format_age(record.created_at, now)} ago by {record.creator.describe()}" if record else ""),
-            ("started from", details.started_from),
-            ("train loop", f"{record.fingerprint.loop} ({record.fingerprint.framework})" if record else ""),
-            ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
-            ("faults", f"{format_faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
-            ("may still fail", format_counts(accounts.left)),
-            ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
-        ]
+        {
+            "run": summary.name,
+            "where": summary.uri,
+            "state": f"{_format_state(summary)} ({summary.detail})" if summary.detail else _format_state(summary),
+            "created": f"{duration(now - record.created_at)} ago by {record.creator.describe()}" if record else "",
+            "started from": details.started_from,
+            "train loop": f"{record.fingerprint.loop} ({record.fingerprint.framework})" if record else "",
+            "workers": " → ".join(str(world.size) for world in accounts.world_sizes),
+            "faults": f"{format_faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits",
+            "may still fail": format_counts(accounts.left),
+            "goodput": f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}",
+        }
     )
-    print_table(
-        ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"],
-        _attempt_rows(details, now),
-        right=["attempt", "begun", "lasted"],
-    )
-    print_table(["checkpoint", "report", "metrics", "size", ""], _checkpoint_rows(details), right=["report", "size"])
+    print_table([*_attempt_rows(details, now)])
+    print_table([*_checkpoint_rows(details)])
 
 
-def _checkpoint_rows(details: RunDetails) -> Iterator[list[str]]:
+def _checkpoint_rows(details: RunDetails) -> Iterator[dict[str, str]]:
     commit = details.commit
     if commit is None:
         return
-    latest = (latest_checkpoint(commit.snapshot) or {}).get("checkpoint_dir_name")
+    latest = latest_checkpoint(commit.snapshot).get("checkpoint_dir_name")
     for index, result in reported_results(commit.snapshot):
         folder = result["checkpoint_dir_name"]
         marks = {"latest": folder == latest, "best": folder == details.best_checkpoint}
-        yield [
-            loop_name(folder),
-            str(index),
-            short_metrics(result["metrics"] or {}, 6),
-            size(sum(commit.manifest.get(folder, {}).values())),
-            ", ".join(mark for mark, is_set in marks.items() if is_set),
-        ]
+        yield {
+            "checkpoint": loop_name(folder),
+            "report": str(index),
+            "metrics": format_metrics(result["metrics"] or {}, 6),
+            "size": size(sum(commit.manifest.get(folder, {}).values())),
+            "": ", ".join(mark for mark, is_set in marks.items() if is_set),
+        }
 
 
-def _attempt_rows(details: RunDetails, now: float) -> Iterator[list[str]]:
+def _attempt_rows(details: RunDetails, now: float) -> Iterator[dict[str, str]]:
     for attempt in details.attempts:
         record = attempt.record
         ended = attempt.ended
-        until = now if details.summary.state is RunState.TRAINING else None
-        notes = [*record.repairs] if record else []
-        if ended:
-            until = ended.at
-            notes.append(attempt.end_message)
-        yield [
-            str(attempt.number),
-            format_age(record.started_at if record else None, now),
-            format_age(record.started_at, until) if record and until else "",
-            attempt.outcome or ("no end" if record else "record torn"),
-            (commit_label(record.base) if record else "") or "the beginning",
-            record.owner.flow_run_name if record else "",
-            "; ".join(filter(None, notes)),
-        ]
+        if record is None:
+            yield {
+                "attempt": str(attempt.number),
+                "end": attempt.outcome or "record torn",
+                "notes": attempt.end_message,
+            }
+            continue
+        has_until = ended or details.summary.state is RunState.TRAINING
+        yield {
+            "attempt": str(attempt.number),
+            "begun": duration(now - record.started_at),
+            "lasted": duration((ended.at if ended else now) - record.started_at) if has_until else "",
+            "end": attempt.outcome or "no end",
+            "from commit": commit_label(record.base) or "the beginning",
+            "flow run": record.owner.flow_run_name,
+            "notes": "; ".join(filter(None, [*record.repairs, attempt.end_message])),
+        }
 
 
 def _format_state(summary: RunSummary) -> str:

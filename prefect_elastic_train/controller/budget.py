@@ -1,7 +1,5 @@
 """The failures of worker groups that still count against the budget."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 
@@ -15,20 +13,19 @@ class FailureWindow:
 
     def __init__(self, after_seconds: float) -> None:
         self._after_seconds = after_seconds
-        self._trained = 0.0  # seconds, by earlier groups, without what was lost
         #: Seconds of training up to the newest commit.
         self.committed = 0.0
+        self._committed_before = 0.0  # by earlier groups
         self._began: float | None = None
         self._failed_at: defaultdict[str, list[float]] = defaultdict(list)
 
     def begin_group(self) -> None:
         """Record that a worker group begins to train now."""
-        self.end_group()
+        self._committed_before = self.committed
         self._began = time.monotonic()
 
     def end_group(self) -> None:
         """Record that the worker group has ended. Its uncommitted training does not count, as it will be redone."""
-        self._trained = self.committed
         self._began = None
 
     def commit(self) -> None:
@@ -46,4 +43,6 @@ class FailureWindow:
 
     def trained_seconds(self) -> float:
         """Return the seconds for which worker groups have trained, without the uncommitted training of ended groups."""
-        return self._trained + (time.monotonic() - self._began if self._began is not None else 0.0)
+        if self._began is None:
+            return self.committed
+        return self._committed_before + time.monotonic() - self._began

@@ -20,23 +20,19 @@ from typing import Any
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
-from prefect_elastic_train.controller.controller_state import ControllerState
-from prefect_elastic_train.controller.failures import permanent_reason
+from prefect_elastic_train.controller.controller_state import ControllerState, StartupTiming
+from prefect_elastic_train.controller.failures import causes_of, permanent_reason
 from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.causes import distinct_errors
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import tag_own_records
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.runs import commits
-from prefect_elastic_train.runs.repair import remove_leftovers
 from prefect_elastic_train.runs.run_directory import SEED_COMMIT
 from prefect_elastic_train.storage.retries import Waits, collect_waits, waiting_since
 from prefect_elastic_train.worker.loop_inspection import collect_commit_report
-from prefect_elastic_train.worker.rank_failures import failure_text
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 logger = logging.getLogger(__name__)
@@ -92,17 +88,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._store = state.settings.store
         self._attempt = state.settings.context.attempt
         self._workers: list[Any] = []  # workers of the worker group that trains
-        self._previous_workers: list[tuple[str, int]] = []  # node and process id of each
-        self._drain_commit_count = 0  # when the drain of a node was last checked
+        self._polled_commit_count = 0  # at the last poll
         self._reports_since_checkpoint = 0
         self._state_name = "INITIALIZING"
-        self._state_since = time.time()
+        self._state_since = time.monotonic()
         self._turned_at = time.monotonic()  # time of the control loop's last turn
 
     @_suppress_errors
     def after_controller_start(self, train_run_context: Any) -> None:
         tag_own_records()
-        self._state.timing.restart()
+        self._state.timing = StartupTiming()
         closed = self._state.sender.closed
         threading.Thread(target=self._send_heartbeats, args=(closed,), daemon=True).start()
 
@@ -113,30 +108,29 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = current_state._state_type.state_name
         if name != self._state_name:
             self._state_name = name
-            self._state_since = time.time()
+            self._state_since = self._turned_at
             self._state.is_draining = name == "PREEMPTING"
             self._state.publish(ev.StateChanged(state=name))
 
     @_suppress_errors
-    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Publish the resize of a healthy worker group. If no worker group runs, publish nothing.
 
         Raises:
             FencedOffError: Another attempt has taken over the run.
         """
         self._check_fence()
-        if not self._workers:
-            return
-        self._state.timing.restart()
-        self._state.publish(
-            ev.WorkerGroupResized(
-                old_size=len(self._workers),
-                new_size=resize_decision.num_workers,
-                reason=getattr(resize_decision, "reason", ""),
-                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
-                reports_lost=self._reports_since_checkpoint,
+        if self._workers:
+            self._state.timing = StartupTiming()
+            self._state.publish(
+                ev.WorkerGroupResized(
+                    old_size=len(self._workers),
+                    new_size=resize_decision.num_workers,
+                    reason=resize_decision.reason,
+                    waited_seconds=resize_decision.waited_seconds,
+                    reports_lost=self._reports_since_checkpoint,
+                )
             )
-        )
 
     @_suppress_errors
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
@@ -152,14 +146,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if not failures and not state.is_draining:
             return
         state.group_failures += 1
-        state.timing.restart()
+        state.timing = StartupTiming()
         is_preempted = state.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        errors, also = distinct_errors({rank: failure_text(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
         state.publish(
             event_type(
-                errors=errors,
-                also=also,
+                causes=causes_of(failures),
                 retried=failure_decision is FailureDecision.RETRY,
                 gives_up=permanent_reason(failures.values()) or "the budget is exhausted",
                 reports_lost=self._reports_since_checkpoint,
@@ -169,30 +161,27 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_suppress_errors
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Delete checkpoint files and unfinished uploads of interrupted saves. No worker runs at this time."""
-        self._state.timing.mark("decision")
-        with suppress(commits.FencedOffError):  # the next decision ends this attempt
-            removed = remove_leftovers(self._store, self._attempt)
-            commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must go on
-            self._store.abandon_uploads()
-            if removed:
-                logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
-        self._state.timing.mark("cleanup")
+        """Delete checkpoint files and unfinished uploads of interrupted saves. No worker runs at this time.
 
-    @_suppress_errors
-    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Prepare the worker hooks for the next worker group. Ray Train copies them to the workers after this call."""
-        before = self._state.settings.context.failures
-        self._hooks.begin_group(before + self._state.group_failures, self._previous_workers)
-        return {}
+        Raises:
+            FencedOffError: Another attempt has taken over the run.
+        """
+        state = self._state
+        state.timing.mark("decision")
+        self._hooks.begin_group(state.settings.context.failures + state.group_failures)
+        removed = commits.remove_leftovers(self._store, self._attempt)
+        commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must go on
+        self._store.abandon_uploads()
+        if removed:
+            logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
+        state.timing.mark("cleanup")
 
     @_suppress_errors
     def after_worker_group_start(self, worker_group: Any) -> None:
         state = self._state
         self._workers = worker_group.get_workers()
-        self._previous_workers = [(worker.metadata.node_id, worker.metadata.pid) for worker in self._workers]
+        self._hooks.previous = [(worker.metadata.node_id, worker.metadata.pid) for worker in self._workers]
         self._reports_since_checkpoint = 0
-        self._drain_commit_count = 0
         state.commit_count = 0
         state.budget.begin_group()
         latest = state.commits.latest
@@ -226,8 +215,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Store the errors of the ranks for a failure decision that follows the poll.
 
-        If a node of the worker group is draining and a checkpoint was committed since, restart the worker group at
-        once.
+        If a node of the worker group is draining and a checkpoint was committed since the last poll, restart the worker
+        group at once.
         """
         # The errors of the statuses have tracebacks. Those in Ray's exception have lost them.
         self._state.failures = {
@@ -236,11 +225,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             if status.error is not None
         }
         preemption = worker_group_status.get_preemption_info()
-        if preemption is None:
-            self._drain_commit_count = self._state.commit_count
-        elif self._state.commit_count > self._drain_commit_count:
-            self._drain_commit_count = self._state.commit_count
+        if preemption is not None and self._state.commit_count > self._polled_commit_count:
             self._restart_before_deadline(preemption)
+        self._polled_commit_count = self._state.commit_count
 
     @_suppress_errors
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
@@ -260,7 +247,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state = self._state
         checkpoint = training_report.checkpoint
         world_size = len(self._workers)
-        rank_zero = bounded_metrics(metrics[0], state.settings.score_attribute) if metrics else {}
+        rank_zero = bounded_metrics(metrics[0], state.settings.context.score_attribute)
         if not checkpoint:
             self._reports_since_checkpoint += 1
             state.publish(ev.Reported(metrics=rank_zero, world_size=world_size))
@@ -307,11 +294,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             worker.actor.mark_preempt.remote(expired)
 
     def _check_fence(self) -> None:
-        """Raise FencedOffError if another attempt has taken over the run. Errors of the storage are only counted."""
-        try:
+        """Raise FencedOffError if another attempt has taken over the run. Errors of the storage are ignored."""
+        with suppress(OSError):
             commits.check_fence(self._store, self._attempt)
-        except OSError:
-            self.errors += 1
 
     def _publish_waits(self, who: str, waits: Sequence[Waits]) -> None:
         tries = sum(waited.tries for waited in waits)
@@ -327,18 +312,20 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def _send_heartbeats(self, closed: threading.Event) -> None:
         while not closed.wait(ev.ALIVE_SECONDS):
+            now = time.monotonic()
+            doing = self._state_name
+            since = self._state_since
+            stuck_seconds = now - self._turned_at
             waiting = waiting_since()
             if waiting is not None:
-                heartbeat = ev.ControllerAlive(doing="waiting for the storage", seconds=time.monotonic() - waiting)
+                doing = "waiting for the storage"
+                since = waiting
+            elif stuck_seconds > _SLOW_SECONDS:
+                doing = _SLOW_STATES.get(doing, doing.lower())
+                if stuck_seconds % _SLOW_SECONDS < ev.ALIVE_SECONDS:
+                    logger.warning("No worker trains after %.0f s of %s", stuck_seconds, doing)
+                if stuck_seconds > _HUNG_SECONDS and self._state_name != "SHUTTING_DOWN":
+                    continue  # without heartbeats the driver is replaced
             else:
                 self._publish_waits("controller", [collect_waits()])
-                heartbeat = ev.ControllerAlive(doing=self._state_name, seconds=time.time() - self._state_since)
-                stuck_seconds = time.monotonic() - self._turned_at
-                if stuck_seconds > _SLOW_SECONDS:
-                    doing = _SLOW_STATES.get(self._state_name, self._state_name.lower())
-                    heartbeat = heartbeat.model_copy(update={"doing": doing})
-                    if stuck_seconds % _SLOW_SECONDS < ev.ALIVE_SECONDS:
-                        logger.warning("No worker trains after %.0f s of %s", stuck_seconds, doing)
-                    if stuck_seconds > _HUNG_SECONDS and self._state_name != "SHUTTING_DOWN":
-                        continue  # without heartbeats the driver is replaced
-            self._state.publish(heartbeat)
+            self._state.publish(ev.ControllerAlive(doing=doing, seconds=now - since))

@@ -3,8 +3,6 @@
 Uses ``ray.train.v2._internal``: Ray's ``CheckpointManager`` alone knows which checkpoints are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray.train import CheckpointConfig

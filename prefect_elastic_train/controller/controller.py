@@ -3,14 +3,11 @@
 Uses ``ray.train.v2._internal``: Ray has no public way to replace the controller.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any
 
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
-from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.controller import controller as rays_controller
 
@@ -52,7 +49,7 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
     _health_check_interval_s: float
 
     def __init__(
-        self, settings: ControllerSettings, train_run_context: TrainRunContext, callbacks: list[Any], **others: Any
+        self, settings: ControllerSettings, train_run_context: Any, callbacks: list[Any], **others: Any
     ) -> None:
         rays_controller.CheckpointManager = RankedCheckpointManager
         limit_process_group_shutdown()
@@ -61,24 +58,22 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         run_config.storage_context.storage_filesystem.handler.commits = state.commits
         hooks = WorkerHooks(settings.context)
         callback = RunCallback(state, hooks)
-        ours: list[Any] = [callback, hooks]
-        if state.standbys is not None:
-            ours.append(state.standbys)
         self.worker_group_cls = type("RunWorkerGroup", (RunWorkerGroup,), {"state": state, "callback": callback})
-        self._longest_interval = 0.0
         others["scaling_policy"] = RunScalingPolicy(train_run_context.scaling_config, state)
         others["failure_policy"] = RunFailurePolicy(run_config.failure_config, state)
-        super().__init__(train_run_context=train_run_context, callbacks=[*callbacks, *ours], **others)
+        super().__init__(
+            train_run_context=train_run_context, callbacks=[*callbacks, callback, hooks, state.standbys], **others
+        )
+        self._longest_interval = self._health_check_interval_s
 
     async def _poll_workers(self) -> Any:
         """Poll the workers, and return the worker group's status. After a poll with a report, the next one comes soon.
 
         A train loop cannot make its next report before a poll has taken the previous one.
         """
-        self._longest_interval = self._longest_interval or self._health_check_interval_s
         status = await super()._poll_workers()
         statuses = status.worker_statuses.values()
-        has_reports = len(statuses) <= _MAX_FAST_POLLED and any(one.training_report is not None for one in statuses)
+        has_reports = len(statuses) <= _MAX_FAST_POLLED and any(worker.training_report for worker in statuses)
         interval = _SHORTEST_INTERVAL if has_reports else 1.5 * self._health_check_interval_s
         self._health_check_interval_s = min(interval, self._longest_interval)
         return status

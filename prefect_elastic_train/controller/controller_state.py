@@ -1,7 +1,5 @@
 """The state of a run's controller, which its policies, callbacks and worker groups share."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -26,7 +24,6 @@ class ControllerSettings:
         context: The run context that workers get.
         framework: ``"torch"``, ``"jax"`` or ``"none"``.
         scaling, failures: The settings of the blocks for scaling and for failures.
-        score_attribute: The metric by which checkpoints are ranked, or an empty string.
         requester_id: The id for reservations with Ray's coordinator; empty for none, on a cluster without other users.
         standby: ``"off"``, ``"auto"`` (as memory allows) or ``"on"``.
     """
@@ -37,7 +34,6 @@ class ControllerSettings:
     framework: str
     scaling: ScalingSettings
     failures: FailureSettings
-    score_attribute: str = ""
     requester_id: str = ""
     standby: str = "off"
 
@@ -50,7 +46,7 @@ class ControllerState:
         budget: The failures of worker groups that still count.
         loops: The checks of the train loops.
         commits: The writer of commits.
-        standbys: The standby workers, None without any.
+        standbys: The standby workers.
         timing: The phases of the start of a worker group.
         failures: Errors of the ranks in the last poll or start of a worker group, for the failure decision that
             follows.
@@ -70,20 +66,13 @@ class ControllerState:
         self.loops = LoopWatch(failures.ignored_checkpoint == "fail", self.publish, failures.stall_timeout_seconds)
         self.commits = CommitLog(settings.store, settings.context.attempt)
         self.commits.trained_seconds = self.committed_training_seconds
-        self.standbys: Standbys | None = None
-        if settings.standby != "off":
-            self.standbys = Standbys(
-                settings.framework,
-                ignore_memory=settings.standby == "on",
-                publish=self.publish,
-                is_draining=lambda: self.is_draining,
-            )
+        self.standbys = Standbys(settings.framework, settings.standby, self.publish)
         self.timing = StartupTiming()
         self.failures: dict[int, Exception] = {}
         self.group_failures = 0
         self.failures_left: int | None = None
         self.start_failure: Exception | None = None
-        self.assumed_nodes: frozenset[str] = frozenset()
+        self.assumed_nodes: set[str] = set()
         self.checkpoint = ""
         self.commit_count = 0
         self.is_draining = False
@@ -99,19 +88,14 @@ class ControllerState:
 
 
 class StartupTiming:
-    """Measures the phases between the end of a worker group and the training of the next worker group."""
+    """Measures the phases between the end of a worker group, now, and the training of the next worker group."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}  # seconds
         self._marked_at = time.monotonic()
 
-    def restart(self) -> None:
-        """Drop the recorded phases, and begin a new measurement now."""
-        self.phases = {}
-        self._marked_at = time.monotonic()
-
     def mark(self, phase: str) -> None:
         """Record the time since the previous mark under the name of a phase."""
         now = time.monotonic()
-        self.phases = {**self.phases, phase: round(now - self._marked_at, 3)}
+        self.phases[phase] = round(now - self._marked_at, 3)
         self._marked_at = now

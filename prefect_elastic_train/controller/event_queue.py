@@ -1,7 +1,5 @@
 """A queue that sends events from the controller to the driver. It never blocks training, and drops progress events."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import socket

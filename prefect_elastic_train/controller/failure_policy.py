@@ -3,8 +3,6 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to replace a failure policy.
 """
 
-from __future__ import annotations
-
 from ray.train import ControllerError, PreemptionError, PreemptionInfo, TrainingFailedError, WorkerGroupError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure

@@ -1,18 +1,22 @@
-"""Failures of a worker group: their cause, and whether a new group could succeed, as pure functions."""
+"""Failures of a worker group: their causes, and whether a new group could succeed, as pure functions."""
 
-from __future__ import annotations
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-from prefect_elastic_train.core.causes import is_consequence
+from prefect_elastic_train.core.causes import Cause, short_message
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
+from prefect_elastic_train.core.size_limits import truncate
 from prefect_elastic_train.worker.rank_failures import failure_text, is_death
 
 #: Seconds for which the cause of broken collectives is awaited, and for which a rank may leave a poll unanswered then.
 _CAUSE_SECONDS = 10.0
 CAUSE_POLL_SECONDS = 5.0
+#: Process ids, addresses and the like, which differ between ranks with the same error.
+_VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
+#: Bytes of one error, which becomes a log record, and of all errors of a failure, which become one event.
+_MAX_ERROR = 100_000
+_MAX_ERRORS = 200_000
+_MAX_CAUSES = 100
 
 
 class CapacityTimeoutError(Exception):
@@ -27,14 +31,32 @@ class HungLoopError(Exception):
     """A rank reported nothing for longer than ``stall_timeout_seconds``; the message has the stacks of its threads."""
 
 
-class Cause(NamedTuple):
-    """The cause of a worker group's failure: the outcome of the attempt if the failure ends it, and the reason as text.
+def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
+    """Return each different failure of a worker group's ranks once, in a bounded size.
 
-    The outcome is None while the cause is not known yet.
+    Failures whose texts differ only in numbers, such as process ids, count as the same. So do all that are different
+    from `_MAX_CAUSES` others.
     """
+    groups: dict[str, list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        text = _VARIABLE.sub("#", failure_text(failure))
+        if len(groups) >= _MAX_CAUSES and text not in groups:
+            text = next(reversed(groups))
+        groups.setdefault(text, []).append(rank)
+    limit = min(_MAX_ERROR, _MAX_ERRORS // max(1, len(groups)))
+    return [_make_cause(ranks, failures[ranks[0]], limit) for ranks in groups.values()]
 
-    outcome: Outcome | None
-    reason: str
+
+def _make_cause(ranks: list[int], failure: Exception, limit: int) -> Cause:
+    error = getattr(failure, "_base_exc", failure)
+    text = f"{type(error).__name__}: {error}"
+    return Cause(
+        ranks=ranks,
+        message=getattr(error, "message", "") or short_message(text if is_death(error) else text.partition("\n")[0]),
+        is_death=is_death(failure),
+        is_consequence=_is_consequence(failure),
+        traceback=truncate(failure_text(failure), limit),
+    )
 
 
 def decisive_failure(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
@@ -58,22 +80,30 @@ def permanent_reason(failures: Iterable[Exception]) -> str:
     return "the storage refuses permanently" if cause is not None and cause.permanent else ""
 
 
-def classify_failure(failures: Mapping[int, Exception], workers: int = 0, waited_seconds: float = math.inf) -> Cause:
-    """Return the cause of a worker group's failure.
+def must_await_cause(errors: Sequence[Exception | None], waited_seconds: float) -> bool:
+    """Return True if only collectives have failed so far, which is often a consequence of another rank's failure.
 
-    A failed collective is often only a consequence. It can fail before Ray notices that a peer's process or node is
-    dead, and before the exception of a peer that closed the connection is known. So while only collectives have failed,
-    the outcome is None, until all ranks have failed or `_CAUSE_SECONDS` have passed.
+    A collective can fail before Ray notices that a peer's process or node is dead, and before the exception of a peer
+    that closed the connection is known. The cause is awaited until all ranks have failed or `_CAUSE_SECONDS` have
+    passed.
 
     Args:
-        failures: The failures of the ranks.
-        workers: Number of ranks of the worker group.
+        errors: For each rank its failure, or None.
         waited_seconds: Seconds since the first failure of a rank.
     """
-    if any(map(is_death, failures.values())):
-        return Cause(Outcome.CLUSTER_LOST, "workers died more often than max_failures allows")
-    if not all(is_consequence(failure_text(failure)) for failure in failures.values()):
-        return Cause(Outcome.USER_ERROR, "the train loop failed more often than max_failures allows")
-    if failures and len(failures) < workers and waited_seconds < _CAUSE_SECONDS:
-        return Cause(None, "collectives lost a peer, and the cause is not known yet")
-    return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke more often than max_failures allows")
+    failures = [error for error in errors if error is not None]
+    is_open = 0 < len(failures) < len(errors) and waited_seconds < _CAUSE_SECONDS
+    return is_open and all(map(_is_consequence, failures))
+
+
+def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
+    """Return the outcome of an attempt that a worker group's failure ends, and the reason as text."""
+    if any(map(is_death, failures)):
+        return Outcome.CLUSTER_LOST, "workers died more often than max_failures allows"
+    if not all(map(_is_consequence, failures)):
+        return Outcome.USER_ERROR, "the train loop failed more often than max_failures allows"
+    return Outcome.CLUSTER_LOST, "connections between living workers broke more often than max_failures allows"
+
+
+def _is_consequence(failure: Exception) -> bool:
+    return bool(getattr(failure, "is_consequence", False))

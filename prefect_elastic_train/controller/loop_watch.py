@@ -6,11 +6,10 @@ replaces a checkpoint that it has ignored. A loop that hangs fails its worker gr
 NCCL.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class LoopWatch:
         self.step = 0
         self._has_stepped = False
         self._has_warned_of_wait = False
-        self._polled_at: dict[int, float] = {}  # time of each rank's last answer to a poll
+        self._free_at: dict[int, float] = {}  # when each rank last did not wait, as far as its answers to polls tell
 
     def check(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Check the train loops by the status that a poll returned for each rank.
@@ -82,23 +81,23 @@ class LoopWatch:
         """
         now = time.monotonic()
         self._update_step(statuses)
-        reports = [status.training_report for status in statuses if status.training_report is not None]
+        reports = [status.training_report for status in statuses if status.training_report]
         if reports or self._silent_since > now:
             self._silent_since = now
-        has_checkpoint = any(report.checkpoint is not None for report in reports)
+        has_checkpoint = any(report.checkpoint for report in reports)
         self._has_saved |= has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
         failure: WorkerGroupError | None = None
-        if statuses and statuses[0].training_report is not None:
+        if statuses and statuses[0].training_report:
             self._reports += 1
             failure = self._check_restored(statuses[0].training_report.metrics, has_checkpoint)
         is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
         if is_late and not self._has_saved:
             self._has_saved = True  # warn once
             self._warn_of_no_checkpoint()
-        self._polled_at |= {rank: now for rank, status in enumerate(statuses) if hasattr(status, "waited")}
-        unanswered = now - min(self._polled_at.values(), default=now)
-        waited = max((getattr(status, "waited", unanswered) for status in statuses), default=0)
+        answers = [(rank, status.waited) for rank, status in enumerate(statuses) if hasattr(status, "waited")]
+        self._free_at |= {rank: now - seconds for rank, seconds in answers}
+        waited = now - min(self._free_at.values(), default=now)
         if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
             self._has_warned_of_wait = True
             self._warn_of_wait()
@@ -150,22 +149,19 @@ class LoopWatch:
 
     def _stall_error(self) -> WorkerGroupError:
         stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
-        start = f"no report for {self._stall_seconds:g} s; the rank "
+        problem = f"no report for {self._stall_seconds:g} s"
         failures = {
-            rank: HungLoopError(start + stacks.get(rank, "does not answer")) for rank in range(len(self._workers))
+            rank: HungLoopError(f"{problem}; the rank {stacks.get(rank, 'does not answer')}")
+            for rank in range(len(self._workers))
         }
-        message = "\n".join(f"[Rank {rank} Error Snippet]:\n{error}" for rank, error in failures.items())
-        return WorkerGroupError(message, failures)
+        return WorkerGroupError(problem, failures)
 
     def _warn_of_wait(self) -> None:
         answers = query_workers(self._workers, current_line, _LOOP_QUERY_SECONDS)
-        lines = {
-            rank: f"at {answers[rank]}" if rank in answers else "does not answer" for rank in range(len(self._workers))
-        }
-        positions = "; ".join(
-            f"{format_ranks(rank for rank, other in lines.items() if other == line)} {line}"
-            for line in dict.fromkeys(lines.values())
-        )
+        ranks: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in range(len(self._workers)):
+            ranks[answers.get(rank, "does not answer")].append(rank)
+        positions = "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
         message = f"ranks wait for others: {positions}. All must call ray.train.report() and collectives equally often"
         self._publish(LoopWarned(problem="ranks-wait", message=message))
 

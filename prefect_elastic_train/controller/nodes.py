@@ -5,11 +5,10 @@ each has available, or which job owns a placement group. Uses ``_resources_per_w
 which alone has the resources of a worker when the user gives none.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import ray
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
-from ray.train import ScalingConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from prefect_elastic_train.controller.sizing import Demand, Node
@@ -42,8 +41,11 @@ def remove_orphaned_placement_groups() -> int:
     that it requests then comes after Ray's check, and would exist for as long as the cluster does (Ray 2.60).
     """
     state = ray._private.state
-    ended = {job["JobID"]: job["Entrypoint"] for job in state.jobs() if job["IsDead"]}
-    dead = {job for job, command in ended.items() if DRIVER_MODULE in command or JOB_MODULE in command}
+    dead = {
+        job["JobID"]
+        for job in state.jobs()
+        if job["IsDead"] and any(module in job["Entrypoint"] for module in (DRIVER_MODULE, JOB_MODULE))
+    }
     table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
     orphans = [
         group
@@ -57,7 +59,7 @@ def remove_orphaned_placement_groups() -> int:
     return len(orphans)
 
 
-def demand_of(scaling_config: ScalingConfig) -> Demand:
+def demand_of(scaling_config: Any) -> Demand:
     """Return the resources, the number and the placement of a run's workers, taken from Ray's scaling config."""
     resources = dict(scaling_config._resources_per_worker_not_none)
     shape = None

@@ -6,8 +6,6 @@ of the cluster would be up to 20 seconds old, and a healthy group that grows wou
 checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time
@@ -17,11 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ray
-from ray.train import ScalingConfig
 from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
-from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller.state import PreemptingState
 
 from prefect_elastic_train.controller import sizing
@@ -114,7 +110,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     since the cluster has no other users.
     """
 
-    def __init__(self, scaling_config: ScalingConfig, state: ControllerState) -> None:
+    def __init__(self, scaling_config: Any, state: ControllerState) -> None:
         requested = scaling_config.resources_per_worker or {}
         reduced = {name: amount - (_EPSILON if amount % 1 else 0) for name, amount in requested.items()}
         super().__init__(replace(scaling_config, resources_per_worker=reduced or None))
@@ -126,14 +122,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._start = sizing.Start(self._demand, self._settings.wait_for_max_seconds)
         self._requested_size = 0  # size of the worker group that Ray starts
         self._start_problem = ""
-        self._growth = sizing.Growth(0)
+        self._growth_target = 0  # size of the planned growth of the worker group; 0 for none
+        self._growth_planned_at = 0.0
         self._growths = 0
         self._commit_count = 0  # commits that were considered for a growth
-        self._group_started_at = float("-inf")
-        self._next_check = float("-inf")
-        self._published_wait_at = float("-inf")
+        self._next_check = 0.0
+        self._published_wait_at = 0.0
 
-    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+    def after_controller_start(self, train_run_context: Any) -> None:
         """Install the preemption watcher, and reserve resources for the run, under the same id as earlier attempts."""
         may_restart = train_run_context.run_config.failure_config.max_preemption_failures
         preemption_callback.PreemptionWatcher = delayed_preemption_watcher(self._demand, may_restart)
@@ -162,6 +158,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             CapacityTimeoutError: ``min_workers`` did not fit within ``capacity_timeout_seconds``.
         """
         now = time.monotonic()
+        self._growth_target = 0
         workers = 0
         possible = 0
         missing = "an answer of the cluster"
@@ -187,7 +184,6 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         waited = self._start.waited_seconds(now)
         if missing:
             self._publish_wait(now, waited, possible, missing)
-            self._require_capacity_in_time(waited, missing)
         time.sleep(min(_PAUSE_SECONDS, 0.05 + waited / 2))
         return rays.NoopDecision()
 
@@ -198,13 +194,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
         A healthy worker group never shrinks.
         """
+        decision = None
         try:
             self._record_last_start(time.monotonic())
             self._maybe_send_resource_request()
-            return self._decide_growth(worker_group_state, worker_group_status)
+            decision = self._decide_growth(worker_group_state, worker_group_status)
         except Exception:
             logger.warning("Cannot decide about growth; training goes on", exc_info=True)
-            return rays.NoopDecision()
+        return decision or rays.NoopDecision()
 
     def _record_last_start(self, now: float) -> None:
         """Record for the next decision if the worker group that this policy requested last has started."""
@@ -225,22 +222,21 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._start_problem = f"a start that succeeds (the last one: {failure})"
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
-        if waited < _PUBLISH_WAIT_AFTER_SECONDS or now - self._published_wait_at < _PUBLISH_WAIT_EVERY_SECONDS:
-            return
-        self._published_wait_at = now
-        if waited >= _LONG_WAIT_SECONDS and self._state.standbys is not None:
-            self._state.standbys.release()
-        self._state.publish(
-            WaitingForCapacity(
-                possible_workers=possible,
-                min_workers=self._demand.min_workers,
-                resources_per_worker=dict(self._demand.resources),
-                missing=missing,
-                since=time.time() - waited,
+        """Publish a wait for capacity now and then. Raise CapacityTimeoutError once it has lasted too long."""
+        is_due = now - self._published_wait_at >= _PUBLISH_WAIT_EVERY_SECONDS
+        if waited >= _PUBLISH_WAIT_AFTER_SECONDS and is_due:
+            self._published_wait_at = now
+            if waited >= _LONG_WAIT_SECONDS:
+                self._state.standbys.release()
+            self._state.publish(
+                WaitingForCapacity(
+                    possible_workers=possible,
+                    min_workers=self._demand.min_workers,
+                    resources_per_worker=dict(self._demand.resources),
+                    missing=missing,
+                    since=time.time() - waited,
+                )
             )
-        )
-
-    def _require_capacity_in_time(self, waited: float, missing: str) -> None:
         limit = self._settings.capacity_timeout_seconds
         if limit and waited >= limit:
             raise CapacityTimeoutError(
@@ -248,32 +244,34 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 f"Missing: {missing}. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
 
-    def _decide_growth(self, group: Any, status: Any) -> rays.ScalingDecision:
+    def _decide_growth(self, group: Any, status: Any) -> GrowthDecision | None:
         now = time.monotonic()
         state = self._state
-        if group.start_time != self._group_started_at:
-            self._group_started_at = group.start_time
-            self._commit_count = 0
-            self._growth = sizing.Growth(self._settings.resize_patience_seconds)
-        growth = self._growth
-        committed = state.commit_count > self._commit_count
-        is_due = growth.due_reason(now, committed, bool(state.checkpoint)) or now >= self._next_check
-        if not growth.target:
+        if not self._growth_target:
             self._commit_count = state.commit_count  # the ranks did not wait at that commit
+        committed = state.commit_count > self._commit_count
+        is_due = committed or now >= self._next_check
         if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
-            return rays.NoopDecision()
+            return None
         self._next_check = now + self._settings.resize_check_interval_seconds
         capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in group.workers))
         self._commit_count = state.commit_count
-        if growth.update(now, group.num_workers, min(capacity.stable, self._start.limit(now))):
-            self._growths += growth.target > 0
+        possible = min(capacity.stable, self._start.limit(now))
+        target = possible if possible > group.num_workers else 0
+        if bool(target) != bool(self._growth_target):
+            self._growth_planned_at = now
+            self._growths += target > 0
             for worker in group.workers:
-                worker.execute_async(set_announced_growth, self._growths if growth.target else 0)
-        reason = growth.due_reason(now, committed, bool(state.checkpoint))
+                worker.execute_async(set_announced_growth, self._growths if target else 0)
+        self._growth_target = target
+        waited = now - self._growth_planned_at
+        patience = self._settings.resize_patience_seconds
+        reason = sizing.growth_reason(committed, bool(state.checkpoint), waited, patience) if target else ""
         if not reason:
-            return rays.NoopDecision()
-        self._requested_size = growth.target
-        return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
+            return None
+        self._growth_target = 0
+        self._requested_size = target
+        return GrowthDecision(target, self._demand.resources, reason, waited)
 
     def _capacity(self, now: float, held: Mapping[str, int]) -> _Capacity:
         """Return the nodes of the cluster, and the number of workers of the run that fit on them now.
@@ -294,9 +292,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._demand = replace(self._demand, max_workers=most)
         reserved = self._get_reserved_resources().values() if self._requester_id else None
         nodes = cluster_nodes()
-        self._state.assumed_nodes = frozenset(node.id for node in nodes if not node.draining)
-        stable_ids = self._stability.observe(now, [node.id for node in nodes])
-        stable_nodes = [node for node in nodes if node.id in stable_ids]
+        self._state.assumed_nodes = {node.id for node in nodes if not node.draining}
+        stable_nodes = self._stability.observe(now, nodes)
         return _Capacity(
             nodes,
             possible=sizing.possible_workers(nodes, self._demand, held, reserved),

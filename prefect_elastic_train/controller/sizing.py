@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from prefect_elastic_train.core.tpu_slices import SliceShape
@@ -61,8 +61,7 @@ class Demand:
     shape: SliceShape | None = None
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """The living nodes of a TPU slice, and the problem that prevents its use; ``problem`` is empty if there is none."""
 
     name: str
@@ -204,49 +203,26 @@ class Stability:
     delay_seconds: float
     _since: dict[str, float] | None = None
 
-    def observe(self, now: float, node_ids: Collection[str]) -> frozenset[str]:
-        """Record the ids of the nodes that exist now, and return the ids of the stable nodes."""
+    def observe(self, now: float, nodes: Collection[Node]) -> list[Node]:
+        """Record the nodes that exist now, and return those that are stable."""
         first_seen = self._since or {}
         default = float("-inf") if self._since is None else now
-        self._since = {node_id: first_seen.get(node_id, default) for node_id in node_ids}
-        return frozenset(node_id for node_id, since in self._since.items() if now - since >= self.delay_seconds)
+        self._since = {node.id: first_seen.get(node.id, default) for node in nodes}
+        return [node for node in nodes if now - self._since[node.id] >= self.delay_seconds]
 
 
-@dataclass
-class Growth:
-    """A planned growth of the worker group to ``target`` workers; 0: no growth is planned.
+def growth_reason(committed: bool, has_checkpoint: bool, waited_seconds: float, patience_seconds: float) -> str:
+    """Return the reason to carry out a planned growth now: ``commit``, ``patience``, or an empty string for not yet.
 
-    A growth waits for a commit. After ``patience_seconds`` it is carried out without one; 0: it waits without a limit.
+    Args:
+        committed: True if a checkpoint was committed after the growth was planned.
+        has_checkpoint: True if there is any checkpoint. A growth without one would lose all work.
+        waited_seconds: Seconds since the growth was planned.
+        patience_seconds: Seconds after which the growth is carried out without a commit; 0: it waits without a limit.
     """
-
-    patience_seconds: float
-    target: int = 0
-    _planned_at: float = 0.0
-
-    def update(self, now: float, current: int, possible: int) -> bool:
-        """Plan the growth to the number of workers that fit; if that is no more than the current number, plan none.
-
-        Returns True if a growth becomes planned or is withdrawn by this, so that the workers have to be notified.
-        """
-        was_planned = self.target > 0
-        self.target = possible if possible > current else 0
-        if self.target and not was_planned:
-            self._planned_at = now
-        return (self.target > 0) != was_planned
-
-    def waited_seconds(self, now: float) -> float:
-        """Return the seconds since the growth was planned; 0 if none is planned."""
-        return now - self._planned_at if self.target else 0.0
-
-    def due_reason(self, now: float, committed: bool, has_checkpoint: bool) -> str:
-        """Return the reason to carry out the growth now: ``commit``, ``patience``, or an empty string for not yet.
-
-        ``patience`` needs a checkpoint, since a growth without one would lose all work.
-        """
-        if self.target and committed:
-            return "commit"
-        is_late = 0 < self.patience_seconds <= self.waited_seconds(now)
-        return "patience" if is_late and has_checkpoint else ""
+    if committed:
+        return "commit"
+    return "patience" if has_checkpoint and 0 < patience_seconds <= waited_seconds else ""
 
 
 @dataclass
@@ -262,8 +238,8 @@ class Start:
     _since: float | None = None
     _failures: int = 0
     _limit: int = 0
-    _limited_until: float = float("-inf")
-    _not_before: float = float("-inf")
+    _limited_until: float = 0.0
+    _not_before: float = 0.0
 
     def waited_seconds(self, now: float) -> float:
         """Return for how many seconds no worker group has trained, counted from the first call without one."""

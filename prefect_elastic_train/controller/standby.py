@@ -7,12 +7,10 @@ with the old worker group. It holds no logical resources: the placement group ho
 Uses ``ray.train.v2._internal``, since Ray has no public way to replace the actors of a worker group.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +20,7 @@ from ray._private import ray_constants
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
+from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -55,24 +53,22 @@ class Standby:
         node_id: Ray's id of its node.
         visible_devices: ``CUDA_VISIBLE_DEVICES`` of its process, which cannot be changed later.
         pending: Ray's reference to its next :class:`ProcessState`, by which the controller notices its death.
-        metadata: Its process; None until it is warm.
+        metadata: Ray Train's ActorMetadata of its process; None until it is warm.
     """
 
     actor: Any
     node_id: str
     visible_devices: str
     pending: Any
-    metadata: ActorMetadata | None = None
+    metadata: Any = None
 
 
 def can_use_standbys(scaling: ScalingSettings, framework: str) -> bool:
-    """Return True if standby workers are not switched off and can replace the workers of the run.
+    """Return True if standby workers can replace the workers of the run.
 
     On GPUs they can only with torch, whose workers see all GPUs of a node; on other accelerators they cannot.
     """
     shares_view = ray_constants.env_bool(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, True)
-    if scaling.standby == "off":
-        return False
     if scaling.accelerator == "gpu":
         return framework == "torch" and shares_view
     return not {*DEVICES} & {*scaling.resources_per_worker, scaling.accelerator.upper()}
@@ -90,29 +86,17 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     Args:
         framework: The framework of the run.
-        ignore_memory: Boot a standby worker also on a node that may have too little memory for it.
+        mode: ``"off"``, ``"auto"`` (where a node has memory for them) or ``"on"``.
         publish: Function that publishes an event.
-        is_draining: Returns True while a node of the worker group is draining.
     """
 
-    def __init__(
-        self,
-        framework: str,
-        ignore_memory: bool,
-        publish: Callable[[Event], None],
-        is_draining: Callable[[], bool],
-    ) -> None:
+    def __init__(self, framework: str, mode: str, publish: Callable[[Event], None]) -> None:
         self._framework = framework
-        self._ignore_memory = ignore_memory
+        self._mode = mode
         self._publish = publish
-        self._is_draining = is_draining
         self._parked: list[Standby] = []
-        self._group: Any = None
-        self._has_reported = False
-        self._next_check = 0.0
         self._published = (0, 0)  # numbers of standbys and workers
         self._size_bytes = 0
-        self._losses = 0
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._group = worker_group
@@ -130,7 +114,8 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if not self._has_reported and any(status.training_report for status in statuses):
             self._has_reported = True
             self._next_check = now
-        if self._group is None or now < self._next_check or self._is_draining():
+        is_draining = worker_group_status.get_preemption_info() is not None
+        if self._mode == "off" or is_draining or now < self._next_check:
             return
         try:
             self._boot_missing()
@@ -140,9 +125,6 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         # Standbys that die repeatedly, for example by lack of memory, are booted less often.
         self._next_check = now + _CHECK_SECONDS * 2.0 ** min(self._losses, _MAX_BACKOFF)
 
-    def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        self._group = None
-
     def after_controller_finish(self, result: Any) -> None:
         self.release()
 
@@ -151,16 +133,15 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def wait_for_booting(self) -> None:
         """Wait for a limited time for standby workers that are booting: workers booted now would be ready later."""
+        booting = [standby.pending for standby in self._parked if standby.metadata is None]
         with suppress(Exception):
-            ready_references(
-                [standby.pending for standby in self._parked if standby.metadata is None], _BOOTING_SECONDS
-            )
+            ready_references(booting, _BOOTING_SECONDS)
 
-    def release(self) -> None:
-        """Kill all standby workers."""
-        parked = self._parked
+    def release(self, but_not: Collection[Any] = ()) -> None:
+        """Kill all standby workers, except for some actors, and forget them all."""
+        kill_actors(standby.actor for standby in self._parked if standby.actor not in but_not)
         self._parked = []
-        kill_actors(standby.actor for standby in parked)
+        self._published = (0, 0)
 
     def assign(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
         """Return warm standby workers as workers of a placement group, by bundle index; kill all unused ones.
@@ -173,36 +154,33 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             resources: Resources of each worker.
         """
         self._collect()
-        parked = self._parked
-        self._parked = []
-        self._published = (0, 0)
         workers: dict[int, Worker] = {}
         try:
-            warm = [standby for standby in parked if standby.metadata is not None]
+            warm = [standby for standby in self._parked if standby.metadata is not None]
             if warm:
                 workers = _assign(warm, group, indices, resources)
         except Exception:
             logger.warning("Cannot use standby workers; booting others", exc_info=True)
-        finally:
-            used = [worker.actor for worker in workers.values()]
-            kill_actors(standby.actor for standby in parked if standby.actor not in used)
+        self.release(but_not=[worker.actor for worker in workers.values()])
         return workers
 
     def _boot_missing(self) -> None:
         """Boot a standby worker for each worker that has none, if the worker's node has memory for it."""
         self._collect()
         workers = self._group.get_workers()
-        missing = list(workers)
-        for standby in self._parked:
-            worker = next((worker for worker in missing if worker.metadata.node_id == standby.node_id), None)
-            if worker is not None:
-                missing.remove(worker)
+        parked_nodes = [standby.node_id for standby in self._parked]
+        missing = []
+        for worker in workers:
+            if worker.metadata.node_id in parked_nodes:
+                parked_nodes.remove(worker.metadata.node_id)
+            else:
+                missing.append(worker)
         visible = _visible_devices((worker.metadata.node_id, worker.metadata.accelerator_ids) for worker in workers)
         free_memory = query_workers(missing, memory_left, _STANDBY_QUERY_SECONDS)
         for rank, free_bytes in free_memory.items():
             node_id = missing[rank].metadata.node_id
             booting = sum(standby.node_id == node_id and standby.metadata is None for standby in self._parked)
-            if self._ignore_memory or free_bytes >= (booting + 1) * _EXPECTED_BYTES:
+            if self._mode == "on" or free_bytes >= (booting + 1) * _EXPECTED_BYTES:
                 self._parked.append(self._boot(node_id, visible[node_id]))
         is_settled = len(free_memory) == len(missing) and all(standby.metadata for standby in self._parked)
         numbers = (len(self._parked), len(workers))
@@ -239,10 +217,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 def _assign(
     warm: list[Standby], group: PlacementGroup, indices: list[int], resources: dict[str, float]
 ) -> dict[int, Worker]:
-    """Return standby workers as workers of a placement group, by bundle index.
+    """Return standby workers, with their devices, as workers of a placement group, by bundle index.
 
     A standby worker is used for a bundle on its node, if its process sees the GPUs that workers on the node have to
-    see.
+    see, and answers.
     """
     nodes = placement_group_table(group)["bundles_to_node_id"]
     devices = _bundle_devices(group, indices, resources["GPU"]) if resources.get("GPU") else {}
@@ -250,12 +228,17 @@ def _assign(
     workers: dict[int, Worker] = {}
     for index in indices:
         location = (nodes[index], visible[nodes[index]])
+        own_devices = devices.get(index, {})
         for standby in [standby for standby in warm if (standby.node_id, standby.visible_devices) == location]:
             warm.remove(standby)
-            worker = _as_worker(standby, devices.get(index, {}), resources, index)
-            if worker is not None:
-                workers[index] = worker
-                break
+            try:
+                ray.get(standby.actor.execute.remote(use_devices, own_devices), timeout=_STANDBY_QUERY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - another worker is booted instead
+                logger.info("A standby worker died: %s", error)
+                continue
+            metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **own_devices})
+            workers[index] = Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)
+            break
     return workers
 
 
@@ -273,26 +256,6 @@ def _bundle_devices(group: PlacementGroup, indices: list[int], gpus: float) -> d
     A task in each bundle looks them up.
     """
     task = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(assigned_devices)
-    references = [
-        task.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=index
-            )
-        ).remote()
-        for index in indices
-    ]
+    bundles = [PlacementGroupSchedulingStrategy(group, index) for index in indices]
+    references = [task.options(scheduling_strategy=bundle).remote() for bundle in bundles]
     return dict(zip(indices, ray.get(references, timeout=_DEVICES_SECONDS), strict=True))
-
-
-def _as_worker(
-    standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int
-) -> Worker | None:
-    """Return a standby worker as Ray Train's worker of a bundle, with its devices; None if it does not answer."""
-    try:
-        ray.get(standby.actor.execute.remote(use_devices, dict(devices)), timeout=_STANDBY_QUERY_SECONDS)
-    except Exception as error:  # noqa: BLE001 - another worker is booted instead
-        logger.info("A standby worker died: %s", error)
-        return None
-    assert standby.metadata is not None
-    metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **devices})
-    return Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)

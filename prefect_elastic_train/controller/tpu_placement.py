@@ -6,8 +6,6 @@ and free, places the group on them by name, and reserves the head of each, as Ra
 Uses ``ray.train.v2._internal``: Ray has no public way to place a worker group.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -35,7 +33,7 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
     slices = _free_slices(demand, context.num_slices)
     heads = list[PlacementGroup]()
     if len(slices) < context.num_slices:
-        raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
+        raise WorkerGroupStartupTimeoutError(context.num_workers)
     selectors: list[dict[str, str]] = []
     try:
         for tpu_slice in slices:
@@ -50,7 +48,7 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
                 )
                 heads.append(head)
                 if not head.wait(_HEAD_SECONDS):
-                    raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
+                    raise WorkerGroupStartupTimeoutError(context.num_workers)
             selectors += [selector] * shape.workers
         group = SlicePlacementGroup(
             topology=shape.topology,

@@ -7,22 +7,17 @@ node is lost.
 Uses ``ray.train.v2._internal``: Ray has no public way to replace the worker group.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from prefect_elastic_train.controller import failures, standby
 from prefect_elastic_train.controller.callbacks import RunCallback
@@ -45,6 +40,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     state: ControllerState
     callback: RunCallback
+    _handle: Any = None  # of the placement group
+    _node_ids: set[str]  # of the nodes on which it will be or is placed
     _worker_cls = RayTrainWorker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
@@ -58,7 +55,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
         began = time.monotonic()
-        while failures.classify_failure(_failures(statuses), len(statuses), time.monotonic() - began).outcome is None:
+        while failures.must_await_cause([status.error for status in statuses], time.monotonic() - began):
             self._worker_health_check_timeout_s = failures.CAUSE_POLL_SECONDS  # only in this group, which has failed
             time.sleep(_POLL_SECONDS)
             before = statuses
@@ -82,6 +79,9 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             WorkerGroupStartupFailedError: A node was lost. A smaller worker group may start now.
             WorkerGroupError: A worker died on a living node. The next worker group may die in the same way.
         """
+        is_started = threading.Event()
+        watcher = threading.Thread(target=self._watch_nodes, args=(is_started,), name="watch nodes", daemon=True)
+        watcher.start()
         try:
             super()._start()
         except Exception as error:
@@ -92,15 +92,18 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 except Exception:
                     logger.warning("Cannot shut down a worker group that did not start", exc_info=True)
                 self._clear_state()
+            if _lost_or_draining_nodes(self.state.assumed_nodes):
+                raise WorkerGroupStartupFailedError("A node was lost while workers started.") from error
             cause = error.__cause__ or error  # Ray wraps the error of a worker
             if not isinstance(cause, RayActorError | ActorUnschedulableError):
                 raise
-            if _lost_or_draining_nodes(self.state.assumed_nodes):
-                raise WorkerGroupStartupFailedError("A node was lost while its workers started.") from error
             raise WorkerGroupError(
                 "A worker died while its group started.",  # the ranks are not known yet
                 dict.fromkeys(range(self._worker_group_context.num_workers), cause),
             ) from error
+        finally:
+            is_started.set()
+            watcher.join()
 
     def _create_workers(
         self,
@@ -115,12 +118,11 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Return ranked workers for a placement group: warm standby workers where possible, else newly booted ones."""
         self.state.timing.mark("placement")
         indices = placement_group_bundle_indices or list(range(num_workers))
-        standbys = self.state.standbys
-        warm = standbys.assign(placement_group, indices, resources_per_worker) if standbys is not None else {}
+        warm = self.state.standbys.assign(placement_group, indices, resources_per_worker)
         rest = [index for index in indices if index not in warm]
+        self._node_ids = {*placement_group_table(placement_group)["bundles_to_node_id"].values()}
         try:
-            with _abort_on_lost_node(placement_group):
-                booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
+            booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
         except BaseException:
             standby.kill_actors(worker.actor for worker in warm.values())
             raise
@@ -129,9 +131,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self.state.timing.mark("workers")
         return ranked
 
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> handles.PlacementGroupHandle:
-        if self.state.standbys is not None:
-            self.state.standbys.wait_for_booting()
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
+        self.state.standbys.wait_for_booting()
         self.state.timing.mark("standby boot")
         demand = demand_of(scaling_config)
         if demand.shape is None:
@@ -140,61 +141,22 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             from prefect_elastic_train.controller.tpu_placement import place_on_slices
 
             handle = place_on_slices(demand, worker_group_context)
-        handle.wait = _make_placement_wait(handle, self.state)
+        self._node_ids = self.state.assumed_nodes
+        self._handle = handle
         return handle
 
-
-def _failures(statuses: list[Any]) -> dict[int, Exception]:
-    return {rank: status.error for rank, status in enumerate(statuses) if status.error is not None}
-
-
-def _make_placement_wait(handle: handles.PlacementGroupHandle, state: ControllerState) -> Callable[[float], bool]:
-    """Return a function that waits for a placement group, and gives up when a node that was counted for it is lost.
-
-    The function returns False after its time limit. For a lost node it removes the placement group and raises
-    WorkerGroupStartupFailedError.
-    """
-    wait = handle.wait
-
-    def wait_or_give_up(timeout_seconds: float = 30) -> bool:
-        deadline = time.monotonic() + timeout_seconds
-        while not wait(_NODES_SECONDS):
-            if time.monotonic() > deadline:
-                return False
-            lost = _lost_or_draining_nodes(state.assumed_nodes)
-            if lost:
-                handle.shutdown()
-                raise WorkerGroupStartupFailedError(f"{len(lost)} node(s) were lost while workers were placed")
-        return True
-
-    return wait_or_give_up
-
-
-@contextmanager
-def _abort_on_lost_node(group: PlacementGroup) -> Iterator[None]:
-    """Remove a placement group if one of its nodes is lost during the ``with``, so that waits for its workers end."""
-    nodes = frozenset(placement_group_table(group)["bundles_to_node_id"].values())
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_NODES_SECONDS):
-            if _lost_or_draining_nodes(nodes):
-                remove_placement_group(group)
+    def _watch_nodes(self, is_started: threading.Event) -> None:
+        """Remove the placement group once one of its nodes is lost, so that waits for it and for its workers end."""
+        while not is_started.wait(_NODES_SECONDS):
+            if self._handle is not None and _lost_or_draining_nodes(self._node_ids):
+                self._handle.shutdown()
                 return
 
-    thread = threading.Thread(target=watch, name="watch nodes", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
-
-def _lost_or_draining_nodes(node_ids: frozenset[str]) -> frozenset[str]:
+def _lost_or_draining_nodes(node_ids: set[str]) -> set[str]:
     """Return the ids in `node_ids` whose nodes are dead or draining; none if the cluster's nodes cannot be listed."""
     try:
         return node_ids - {node.id for node in cluster_nodes() if not node.draining}
     except Exception:
         logger.warning("Cannot list the nodes of the cluster; waiting for them", exc_info=True)
-        return frozenset()
+        return set()

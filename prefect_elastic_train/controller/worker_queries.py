@@ -1,7 +1,5 @@
 """Functions that the controller runs in its workers, with a time limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any

@@ -5,8 +5,6 @@ A folder's name also has attempt, worker group and report, so no two reports wri
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -49,13 +47,13 @@ def age_of(folder: str) -> CheckpointAge:
     Return -1 for each if :func:`physical_name` did not make the name, so that the checkpoint compares as the lowest.
     """
     match = _PHYSICAL.match(folder)
-    return CheckpointAge(int(match[2]), int(match[3]), int(match[4])) if match else CheckpointAge(-1, -1, -1)
+    numbers = match.groups()[1:] if match else ("-1", "-1", "-1")
+    return CheckpointAge(*map(int, numbers))
 
 
-def written_by(folder: str) -> int | None:
+def written_by(folder: str) -> int:
     """Return the number of the attempt that wrote the checkpoint in a folder, from the folder's name.
 
-    Return None for a name that :func:`physical_name` did not make.
+    Return -1 for a name that :func:`physical_name` did not make.
     """
-    match = _PHYSICAL.match(folder)
-    return int(match[2]) if match else None
+    return age_of(folder).attempt

@@ -3,8 +3,6 @@
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -14,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
+from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, size_of, truncate
 
@@ -59,7 +58,7 @@ class ClusterConnected(Event):
 
     address: str
     dashboard_url: str = ""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: dict[str, float] = {}
 
 
 class AttemptStarted(Event):
@@ -68,7 +67,7 @@ class AttemptStarted(Event):
     run_name: str
     run_uri: str
     checkpoint: str = ""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = []
     #: Time of the checkpoint's commit; 0: unknown.
     checkpoint_at: float = 0.0
     #: Start of the driver's process; 0: unknown.
@@ -76,13 +75,13 @@ class AttemptStarted(Event):
     #: Number of the attempt among those of the flow run since the last end without an automatic restart; 0: unknown.
     counted: int = 0
     #: Remaining failures of each limited budget, such as ``{"worker failure": 3}``.
-    left: dict[str, int] = Field(default_factory=dict)
+    left: dict[str, int] = {}
     #: Outcome and message of the attempt before; empty: unknown.
     previous_end: str = ""
     #: The checkpoint of another run that the run started from; empty for none.
     started_from: str = ""
     #: Metrics that were reported with that checkpoint, if the attempt starts from its copy.
-    inherited: dict[str, Any] = Field(default_factory=dict)
+    inherited: dict[str, Any] = {}
 
 
 class StateChanged(Event):
@@ -110,8 +109,8 @@ class WorkerGroupStarted(Event):
 
     world_size: int
     checkpoint: str = ""
-    ranks: dict[str, int] = Field(default_factory=dict)
-    parts: dict[str, float] = Field(default_factory=dict)
+    ranks: dict[str, int] = {}
+    parts: dict[str, float] = {}
 
 
 class FirstStep(Event):
@@ -155,13 +154,9 @@ class WorkerGroupResized(Event):
 
 
 class GroupFailed(Event):
-    """Ranks of a worker group failed.
+    """Ranks of a worker group failed. ``causes`` has each different error once."""
 
-    ``errors`` has each different error by its lowest rank; ``also`` has the other ranks with that error.
-    """
-
-    errors: dict[str, str]
-    also: dict[str, list[int]] = Field(default_factory=dict)
+    causes: list[Cause] = []
     retried: bool
     gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are repeated.
@@ -256,23 +251,14 @@ ROUTINE = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported, Sa
 
 
 class EventHandler:
-    """Calls a method ``on_<kind>`` for each event, or that of its base class, such as ``on_report``, if there is one.
-
-    A method with the name of no kind is an error when its class is defined.
-    """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        bases = {base for kind in KINDS.values() for base in kind.__mro__ if issubclass(base, Event)}
-        methods = {f"on_{_snake(base)}" for base in bases}
-        if unknown := [name for name in vars(cls) if name.startswith("on_") and name not in methods]:
-            raise TypeError(f"{cls.__name__} handles kinds of events that do not exist: {', '.join(unknown)}")
+    """Calls the method ``on_<kind>`` for each event, or that of its base class, such as ``on_report``, if it exists."""
 
     def handle(self, event: Event) -> Any:
         """Call the method for this kind of event and return its result; None if there is no such method."""
-        methods = (getattr(self, f"on_{_snake(kind)}", None) for kind in type(event).__mro__)
-        method = next(filter(None, methods), None)
-        return None if method is None else method(event)
+        for kind in type(event).__mro__:
+            if method := getattr(self, f"on_{_snake(kind)}", None):
+                return method(event)
+        return None
 
 
 def encode_event(event: Event) -> str:

@@ -4,8 +4,6 @@ Belongs to the flow process and the CLI. It imports Prefect's settings, so no mo
 drivers get values from their spec.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Annotated, ClassVar
 
@@ -87,11 +85,3 @@ def get_settings() -> ElasticTrainSettings:
 def variable_of(setting: object) -> str:
     """Return a setting's environment variable, such as ``PREFECT_ELASTIC_TRAIN_REPORTING`` for ``reporting``."""
     return f"{ElasticTrainSettings.model_config.get('env_prefix', '')}{str(setting).upper()}"
-
-
-def default_block_name(argument: str) -> str:
-    """Return the name of the saved block that the settings give as default for an argument of ``elastic_train``.
-
-    The argument is for example ``"scaling"``. The name is empty if the settings give none.
-    """
-    return str(getattr(get_settings(), f"default_{argument}"))

@@ -45,7 +45,14 @@ class Outcome(str, enum.Enum):
 
 
 class ElasticTrainError(Exception):
-    """Base of all errors that this package raises."""
+    """Base of all errors that this package raises.
+
+    Attributes are keyword arguments of the constructor, so that an error can be pickled with them.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        attributes = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        return partial(type(self), **attributes), self.args
 
 
 class ConfigurationError(ElasticTrainError, ValueError):
@@ -72,9 +79,6 @@ class AttemptFailedError(ElasticTrainError):
         """True if another attempt may follow: the outcome is retryable, and no budget is exhausted."""
         return self.outcome.retryable and not self.final
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), outcome=self.outcome, attempt=self.attempt, final=self.final), self.args
-
 
 class TrainingTimeoutError(AttemptFailedError, TimeoutError):
     """The training exceeded its time limit. Prefect gives a task or flow that raises it the state TimedOut."""
@@ -92,9 +96,6 @@ class StorageFaultError(ElasticTrainError, OSError):
         super().__init__(message)
         self.kind = kind
         self.permanent = permanent
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), kind=self.kind, permanent=self.permanent), self.args
 
 
 class CheckpointGoneError(ElasticTrainError, FileNotFoundError):

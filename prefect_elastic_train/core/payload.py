@@ -1,14 +1,13 @@
 """The user's objects of a training, pickled in the flow process for the driver and for workers on other nodes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +38,16 @@ class Payload:
 def dump_payload(payload: Payload) -> bytes:
     """Return the user's objects of a training, pickled so that the driver and workers on other nodes can load them.
 
-    Modules that only this process can import are pickled by value: scripts, and those that Prefect loads under
-    generated names.
+    Scripts are pickled by value, also those that Prefect loads under generated names.
     """
-    hidden, scripts = _user_modules()
+    scripts = _scripts()
     with _PICKLING:
         try:
-            return _dumps(payload, [*hidden, *scripts])
+            return _dumps(payload, scripts)
         except Exception:  # noqa: BLE001 - whatever a reducer raises; the second try raises it again
             # A script may contain objects that cannot be pickled, such as a lock. Where it can be imported, its name
             # is enough.
-            return _dumps(payload, hidden)
+            return _dumps(payload, [script for script in scripts if not _is_importable(script)])
 
 
 def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
@@ -60,34 +58,21 @@ def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
         return bytes(cloudpickle.dumps(payload))
 
 
-def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:
-    """Return two lists of the user's loaded modules: modules that another process cannot import, and scripts.
-
-    A script can be imported by another process on this machine, and belongs to no package.
-    """
+def _scripts() -> list[ModuleType]:
+    """Return the user's loaded modules that belong to no package, which other machines may not have."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     installed = tuple({form + os.sep for folder in folders for form in (folder, os.path.realpath(folder))})
-    hidden = []
     scripts = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if not isinstance(module, ModuleType) or not file or file.startswith(installed):
-            continue
-        if name == "__main__" or module.__name__ != name:
-            continue
-        if not _is_importable(name, file):
-            hidden.append(module)
-        elif "." not in name and not file.endswith("__init__.py"):
+        is_script = "." not in name and name != "__main__" and not file.endswith("__init__.py")
+        is_module = isinstance(module, ModuleType) and module.__name__ == name
+        if file and is_script and is_module and not file.startswith(installed):
             scripts.append(module)
-    return hidden, scripts
+    return scripts
 
 
-def _is_importable(name: str, file: str) -> bool:
-    """Return True if a new Python process would find the module ``name`` in ``file``. The check imports nothing."""
-    parent = name.rpartition(".")[0]
-    path = getattr(sys.modules.get(parent), "__path__", None)
-    for finder in sys.meta_path if path is not None or not parent else ():
-        with suppress(ImportError, ValueError, AttributeError):
-            if spec := finder.find_spec(name, path):
-                return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
-    return False
+def _is_importable(script: ModuleType) -> bool:
+    """Return True if a new Python process would find a script under its name. The check imports nothing."""
+    spec = PathFinder.find_spec(script.__name__)
+    return spec is not None and spec.origin == script.__file__

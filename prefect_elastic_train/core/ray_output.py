@@ -3,8 +3,6 @@
 Belongs to all processes. Events report what happens, one line each; what Ray prints about it is logged at DEBUG.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -62,9 +62,9 @@ class Fingerprint(_Record):
     #: distinguishes loops of the same name: a loop that was moved is the same.
     path: str = ""
     framework: str
-    config: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, str] = {}
     #: Types in values of the configuration that have no stable digest and are compared by name only, by key.
-    opaque: dict[str, str] = Field(default_factory=dict)
+    opaque: dict[str, str] = {}
 
     def may_be_loop_of(self, other: Fingerprint) -> bool:
         """Return True if the train loops of this fingerprint and of ``other`` may be the same.
@@ -115,15 +115,15 @@ class RunRecord(_Record):
     resume_from: str = ""
     #: The checkpoint that ``resume_from`` selected, as ``<run>@<folder>``; empty: there was none; None: not searched.
     source: str | None = None
-    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_part`.
+    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.default_run_name`.
     part: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = {}
 
 
 class CompletedRuns(_Record):
     """``<storage>/.elastic_train/completed/…``: the completed runs of a training in a deployment, newest first."""
 
-    runs: list[RunRecord] = Field(default_factory=list)
+    runs: list[RunRecord] = []
 
 
 class AttemptRecord(_Record):
@@ -138,9 +138,9 @@ class AttemptRecord(_Record):
     confirmed: bool = True  # ``base`` was still the newest commit at a second read; until then it is ignored
     #: Attempt and sequence of the commit that it starts from; None: from scratch.
     base: tuple[int, int] | None = None
-    dropped: list[str] = Field(default_factory=list)
-    repairs: list[str] = Field(default_factory=list)
-    versions: dict[str, str] = Field(default_factory=dict)
+    dropped: list[str] = []
+    repairs: list[str] = []
+    versions: dict[str, str] = {}
     #: The metric that ranks its checkpoints, best last in its commits; empty: by age.
     score_attribute: str = ""
 

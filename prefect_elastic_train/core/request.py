@@ -3,8 +3,6 @@
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from dataclasses import dataclass, field

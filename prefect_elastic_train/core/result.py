@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from prefect_elastic_train.core.size_limits import bounded_metrics, size_of, thinned
 
@@ -72,7 +72,7 @@ class BestCheckpoint(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     """A checkpoint that was kept, and the metrics that were reported with it."""
 
     uri: str
-    metrics: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, Any] = {}
 
 
 class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
@@ -109,18 +109,18 @@ class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
     run_name: str
     run_uri: str
     checkpoint_uri: str = ""
-    metrics: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, Any] = {}
     best_checkpoint_uri: str = ""
-    best_checkpoints: list[BestCheckpoint] = Field(default_factory=list)
+    best_checkpoints: list[BestCheckpoint] = []
     status: str = "completed"
     attempts: int = 1
-    world_sizes: list[WorldSize] = Field(default_factory=list)
+    world_sizes: list[WorldSize] = []
     goodput: float = 0.0
-    time: TimeAccount = Field(default_factory=TimeAccount)
+    time: TimeAccount = TimeAccount()
     storage_block: str = ""
     started_from: str = ""
-    history: list[dict[str, Any]] = Field(default_factory=list)
-    left_out: dict[str, int] = Field(default_factory=dict)
+    history: list[dict[str, Any]] = []
+    left_out: dict[str, int] = {}
 
 
 def bounded(result: RunResult, score: str = "") -> RunResult:

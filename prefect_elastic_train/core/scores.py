@@ -1,7 +1,5 @@
 """The score of a checkpoint, which ranks checkpoints everywhere. Belongs to all processes."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Mapping
 from typing import Any

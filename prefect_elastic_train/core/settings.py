@@ -41,11 +41,10 @@ def _unwrap_ui_json(value: Any) -> Any:
     if isinstance(value, dict) and value.get("__prefect_kind") == "json":
         value = value.get("value")
     if isinstance(value, str):
-        text = value.strip() or "{}"
         try:
-            return json.loads(text)
+            return json.loads(value.strip() or "{}")
         except ValueError as error:
-            raise ValueError(f"expected a JSON object such as {{}}, got {text[:80]!r} ({error})") from None
+            raise ValueError(f"expected a JSON object such as {{}} ({error})") from None
     return value
 
 
@@ -198,6 +197,14 @@ _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)"
 _PORT = r":(?P<port>\d{1,5})"
 _JOINED = re.compile(f"{_HOST}{_PORT}")
 _DASHBOARD = re.compile(rf"https?://{_HOST}({_PORT})?(/[^?#@]*)?")
+#: The fields that need an address of a scheme; empty: no address.
+_SCHEMES = {
+    "num_cpus": "",
+    "num_gpus": "",
+    "driver_resources": "http",
+    "verify_tls": "https://",
+    "ca_bundle": "https://",
+}
 
 
 def _address(value: str) -> str:
@@ -238,22 +245,16 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     ca_bundle: str = Field("", title="CA Bundle")
     """File of trusted certificates for https:// addresses. Empty: SSL_CERT_FILE, REQUESTS_CA_BUNDLE, or the default."""
 
-    @field_validator("num_cpus", "num_gpus", "driver_resources", "verify_tls", "ca_bundle")
+    @field_validator(*_SCHEMES)
     @classmethod
     def _fits_the_address(cls, value: Any, info: ValidationInfo) -> Any:
         # Not a validator of the model: pydantic's error would show all of the input, the token included.
         name = str(info.field_name)
         address = info.data.get("address", "")
-        if value == cls.model_fields[name].default:
-            return value
-        if name.startswith("num_"):
-            target = "a local cluster"
-            fits = not address
-        else:
-            scheme = "http" if name == "driver_resources" else "https://"
-            target = f"a cluster that runs are submitted to by {scheme}"
-            fits = address.startswith(scheme)
-        if not fits:
+        scheme = _SCHEMES[name]
+        fits = address.startswith(scheme) if scheme else not address
+        if value != cls.model_fields[name].default and not fits:
+            target = f"a cluster that runs are submitted to by {scheme}" if scheme else "a local cluster"
             raise ValueError(f"{name} is for {target}, and address is {address!r}: remove or correct one of them")
         return value
 

@@ -5,8 +5,6 @@ Ray's snapshot and our commits hold in full what a loop reports. Everything else
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -85,10 +83,8 @@ def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, An
 def thinned(items: Sequence[Item], limit: int) -> list[Item]:
     """Return evenly spaced items of a sequence that have at most ``limit`` bytes together. First and last are kept."""
     remaining = list(items)
-    while len(remaining) > 2 and (size := sum(size_of(item) + 2 for item in remaining)) > limit:
-        number = max(2, min(len(remaining) - 1, len(remaining) * limit // size))
-        step = (len(items) - 1) / (number - 1)
-        remaining = [items[round(index * step)] for index in range(number)]
+    while len(remaining) > 2 and sum(map(size_of, remaining)) > limit:
+        remaining = [*remaining[:-1:2], remaining[-1]]
     return remaining
 
 
@@ -98,20 +94,14 @@ def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[
     A line longer than :data:`MAX_LINE_BYTES` is truncated with a marker. An unfinished last line is yielded only with
     ``with_rest``.
     """
-    line = bytearray()
-    left_out = 0
-
-    def marked() -> bytes:
-        return bytes(line) + (f" [… {left_out:,} bytes left out …]".encode() if left_out else b"")
-
+    rest = b""
     for piece in pieces:
-        for number, part in enumerate(piece.split(b"\n")):
-            if number:
-                yield marked()
-                line.clear()
-                left_out = 0
-            room = MAX_LINE_BYTES - len(line)
-            line += part[:room]
-            left_out += max(0, len(part) - room)
-    if line and with_rest:
-        yield marked()
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from map(_marked, lines)
+        rest = rest[: MAX_LINE_BYTES + 1]
+    if rest and with_rest:
+        yield _marked(rest)
+
+
+def _marked(line: bytes) -> bytes:
+    return line if len(line) <= MAX_LINE_BYTES else line[:MAX_LINE_BYTES] + " [… the rest is left out …]".encode()

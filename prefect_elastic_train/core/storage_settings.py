@@ -1,11 +1,10 @@
 """Settings of storages as plain validated values: the fields of the storage blocks. Belongs to all processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from abc import abstractmethod
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PrivateAttr, SecretStr, ValidationInfo, field_validator
@@ -116,9 +115,8 @@ class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
     @classmethod
     def _keys_are_whole(cls, value: str, info: ValidationInfo) -> str:
         # Not a validator of the model: pydantic's error for a flow's parameter would show all of the input.
-        keys = ("access_key_id", "secret_access_key", "session_token")
-        key, secret, token = (bool(info.data.get(name)) for name in keys)
-        if key != secret or (token and not key):
+        names = ["access_key_id", "secret_access_key", "session_token"]
+        if [name for name in names if info.data.get(name)] not in ([], names[:2], names):
             raise ValueError(
                 "access_key_id and secret_access_key belong together, and a session_token to both: set all, or none"
             )
@@ -144,13 +142,11 @@ class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
     def _secrets_are_json(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         # Not a validator of the secret: pydantic's error for a flow's parameter would show it.
         text = (info.data.get("secret_options") or SecretStr("")).get_secret_value().strip()
-        if text.strip("*"):  # masked ones are refused where they are used
-            try:
-                options = json.loads(text)
-            except ValueError:
-                options = None
-            if not isinstance(options, dict):
-                raise ValueError('secret_options: expected a JSON object such as {"token": "…"}')
+        options = None
+        with suppress(ValueError):
+            options = json.loads(text)
+        if text.strip("*") and not isinstance(options, dict):  # masked ones are refused where they are used
+            raise ValueError('secret_options: expected a JSON object such as {"token": "…"}')
         return value
 
     @property

@@ -7,8 +7,6 @@ topologies (``VALID_TPU_TYPES``, ``VALID_TPU_TOPOLOGY``), the numbers of chips t
 (``TPU_VALID_CHIP_OPTIONS``), and the spelling of a pod type in node labels (``infer_tpu_pod_type_from_topology``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Version of this package. Belongs to all processes."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 

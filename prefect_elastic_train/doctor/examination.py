@@ -1,7 +1,5 @@
 """The checks of `elastic-train doctor`, in their order, with their time limits."""
 
-from __future__ import annotations
-
 import contextvars
 import platform
 import sys
@@ -56,9 +54,7 @@ warn = partial(Finding, "warn")
 skip = partial(Finding, "skip")
 fail = partial(Finding, "fail")
 
-#: Time limit of the checks of versions and of the server.
-_QUICK_SECONDS = 10.0
-#: Time limit of each other check: a local cluster starts within it, and an unreachable storage is detected.
+#: Time limit of each check: a local cluster starts within it, and an unreachable storage is detected.
 _SECONDS = 45.0
 _API_TIMEOUT_SECONDS = 3.0
 #: The most documents that the Prefect server returns in one page.
@@ -90,25 +86,24 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         with preflight(specs[0].storage):
             yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
 
-    yield from run_check("versions", check_versions, _QUICK_SECONDS)
-    server = run_check("server", check_server, _QUICK_SECONDS)
+    yield from run_check("versions", check_versions)
+    server = run_check("server", check_server)
     yield from server
     if any(finding.level == "fail" for finding in server):
         yield skip("cannot be checked without the server", check="blocks")
     else:
-        yield from run_check("blocks", check_blocks, _SECONDS)
-    if specs:
-        yield from run_check("storage", check_storage, _SECONDS)
-        yield from run_check("cluster", lambda: check_cluster(specs[0]), _SECONDS)
-    else:
-        for name in ("storage", "cluster"):
+        yield from run_check("blocks", check_blocks)
+    for name, check in {"storage": check_storage, "cluster": lambda: check_cluster(specs[0])}.items():
+        if specs:
+            yield from run_check(name, check)
+        else:
             yield skip("cannot be checked without the blocks", check=name)
 
 
-def run_check(name: str, check: Callable[[], Iterable[Finding]], seconds: float) -> list[Finding]:
+def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Run a check in a thread, and return its findings, without the passwords of URLs.
 
-    After ``seconds`` the thread is abandoned, and a finding reports that there was no answer.
+    After the time limit the thread is abandoned, and a finding reports that there was no answer.
     """
     findings: list[Finding] = []
 
@@ -116,18 +111,17 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]], seconds: float)
         try:
             for finding in check():
                 findings.append(finding)
-        except ElasticTrainError as error:
-            findings.append(fail(str(error)))
         except Exception as error:  # noqa: BLE001 - any exception is a finding
-            findings.append(fail(f"{type(error).__name__}: {error}"))
+            kind = "" if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: "
+            findings.append(fail(f"{kind}{error}"))
 
     # Prefect's settings are in context variables.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(_SECONDS)
     if thread.is_alive():
         findings.append(
-            fail(f"no answer within {seconds:g} s", "try it by hand, for example with `ls` or `ray status`")
+            fail(f"no answer within {_SECONDS:g} s", "try it by hand, for example with `ls` or `ray status`")
         )
     return [
         replace(finding, check=name, message=_clean(finding.message), remedy=_clean(finding.remedy))
@@ -171,7 +165,7 @@ def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
     If the cluster takes jobs, query its dashboard. Otherwise join it as a training does; a local cluster is started.
     """
     if not spec.cluster.is_submitted:
-        yield _join(spec, _SECONDS - _STOP_SECONDS)
+        yield _join(spec)
         return
     from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # imports Ray's client
 
@@ -186,26 +180,27 @@ def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
         yield ok(f"the dashboard at {client.address} answers, accepts the token, and has this Ray version")
 
 
+@dataclass
 class _Deadline(Follower):
-    """Ignores the output and the events of a driver, and stops it after ``seconds``."""
+    """Ignores the output and the events of a driver, and stops it at a time of the monotonic clock."""
 
-    def __init__(self, seconds: float) -> None:
-        self._ends_at = time.monotonic() + seconds
+    _ends_at: float
 
     def check_stop(self) -> None:
         if time.monotonic() > self._ends_at:
             raise TimeoutError("the cluster was not joined in time: check that memory, CPUs and space in /tmp are free")
 
 
-def _join(spec: DriverSpec, seconds: float) -> Finding:
+def _join(spec: DriverSpec) -> Finding:
     """Start a driver that joins the cluster of the spec and trains nothing, and return the finding.
 
     All processes that were started are stopped.
     """
     # The runtime environment and the working directory are for the loop only.
-    timeout = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _STOP_SECONDS))
+    timeout = min(spec.cluster.connect_timeout_seconds, _SECONDS - 2 * _STOP_SECONDS)
     changes = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": timeout}
-    runtime = TrainingProcesses(ElasticTrainSettings.model_construct(stop_grace_seconds=0.5), _Deadline(seconds))
+    deadline = _Deadline(time.monotonic() + _SECONDS - _STOP_SECONDS)
+    runtime = TrainingProcesses(ElasticTrainSettings.model_construct(stop_grace_seconds=0.5), deadline)
     runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
     try:
         ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=changes)))
@@ -236,10 +231,11 @@ def check_block_types() -> Iterator[Finding]:
                 try:
                     block_type._load_from_block_document(document)
                     loaded += 1
-                except ConfigurationError as error:
-                    yield fail(str(error), "correct the value in the UI, or save the block again from code")
                 except Exception as error:  # noqa: BLE001 - any content may be invalid, and the message may hold a secret
-                    yield fail(f"block {slug}/{document.name} cannot be loaded: {type(error).__name__}")
+                    is_ours = isinstance(error, ConfigurationError)
+                    message = f"block {slug}/{document.name} cannot be loaded: {type(error).__name__}"
+                    remedy = "correct the value in the UI, or save the block again from code"
+                    yield fail(str(error) if is_ours else message, remedy)
     if outdated:
         message = f"block types that are not registered, or in another version: {', '.join(outdated)}"
         yield warn(message, "`prefect block register -m prefect_elastic_train`")

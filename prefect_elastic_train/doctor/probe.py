@@ -1,10 +1,10 @@
 """``python -m prefect_elastic_train.doctor.probe <spec file>``: a driver that joins its cluster and trains nothing."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
+
+import typer
 
 from prefect_elastic_train.core import events
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -13,8 +13,7 @@ from prefect_elastic_train.driver.joining import join_cluster
 
 
 def _send(event: events.Event) -> None:
-    sys.stdout.write(f"{events.EVENT_TAG}{events.encode_event(event)}\n")
-    sys.stdout.flush()
+    typer.echo(f"{events.EVENT_TAG}{events.encode_event(event)}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
@@ -39,11 +37,7 @@ def main(arguments: list[str]) -> None:
 
     With ``--prestarted <framework>`` as arguments, wait for the path of the spec file first.
     """
-    spec_file = Path(arguments[0])
-    started_at = psutil.Process().create_time()
-    if arguments[0] == PRESTARTED:
-        spec_file = wait_for_spec(arguments[1])
-        started_at = spec_file.stat().st_mtime
+    spec_file = wait_for_spec(arguments[1]) if arguments[0] == PRESTARTED else Path(arguments[0])
     output = EventOutput(sys.stdout)
     details = Details()
     sys.stdout = LineStream(partial(details.write, output.write_text), 1)
@@ -54,7 +48,7 @@ def main(arguments: list[str]) -> None:
     _handle_signals(signal.default_int_handler)
     watch_signals()
     spec = read_spec(spec_file)
-    attempt = Attempt(spec, output, details, started_at)
+    attempt = Attempt(spec, output, details, started_at=spec_file.stat().st_mtime)
     is_ending = threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
@@ -67,8 +61,6 @@ def main(arguments: list[str]) -> None:
         output.close(10.0)
         # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard shows
         # the exit code of a job.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
 
     def end_if_stuck() -> None:
@@ -79,7 +71,7 @@ def main(arguments: list[str]) -> None:
         while not count_signals():
             time.sleep(0.1)
         time.sleep(FIT_EXIT_SECONDS)
-        end(attempt.find_successor() or final_event_of_signal(spec, spec_file), stuck=True)
+        end(final_event_of_signal(spec, spec_file), stuck=True)
 
     threading.Thread(target=end_if_stuck, name="elastic-train-stop", daemon=True).start()
     try:
@@ -87,10 +79,10 @@ def main(arguments: list[str]) -> None:
             ended = attempt.run()
         except Exception as error:  # noqa: BLE001 - every error becomes a final event
             details.add("".join(traceback.format_exception(error)))
-            ended = attempt.find_successor() or final_event_of_error(error, spec.storage)
+            ended = final_event_of_error(error, spec.storage)
     except (KeyboardInterrupt, SystemExit):  # may also come while an error is classified
         _handle_signals(signal.SIG_IGN)  # a second signal must not prevent the final event
-        ended = attempt.find_successor() or final_event_of_signal(spec, spec_file)
+        ended = final_event_of_signal(spec, spec_file)
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)
 

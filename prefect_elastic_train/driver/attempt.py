@@ -1,13 +1,10 @@
 """One attempt in the driver: its work on the run directory, and around ``fit()``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.ray_output import Details
@@ -24,19 +21,19 @@ from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
 from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
-from prefect_elastic_train.driver.joining import JoinedCluster, join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import Tally, add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_is_free, end_attempt
+from prefect_elastic_train.runs.commits import restore_snapshot
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.repair import restore_snapshot
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
 from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
-from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
 from prefect_elastic_train.storage.store import RunStore
 
@@ -63,7 +60,7 @@ class Attempt:
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._started_at = started_at
-        self._storage = open_storage(spec.storage)
+        self._storage = Storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
         self.recorder = EventRecorder(output, details, self.store, spec)
         self._heartbeat: HeartbeatWriter | None = None
@@ -94,6 +91,8 @@ class Attempt:
 
         Returns the attempt that has begun, or, if the run is finished already, the record of its end.
         """
+        from prefect_elastic_train.controller.standby import can_use_standbys
+
         recorder = self.recorder
         notes: list[str] = []
 
@@ -113,7 +112,11 @@ class Attempt:
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
             self._past = recorder.recall_history()
-        self._publish_start(begun, [*notes, *self._standby_notes(), *begun.notes])
+        scaling = self.spec.scaling
+        can_warm_up = self.spec.can_fork or can_use_standbys(scaling, self.spec.request.framework)
+        if scaling.standby != "off" and not can_warm_up:
+            notes.append("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
+        self._publish_start(begun, [*notes, *begun.notes])
         return begun
 
     def find_successor(self) -> AttemptEnded | None:
@@ -142,8 +145,13 @@ class Attempt:
         return AttemptEnded(outcome=Outcome.INVALID, message=message)
 
     def close(self, ended: AttemptEnded) -> None:
-        """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event."""
+        """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event.
+
+        If another attempt has taken over the run, that is the end.
+        """
         recorder = self.recorder
+        if ended.outcome is not Outcome.COMPLETED:
+            ended = self.find_successor() or ended
         self._receiver.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -209,9 +217,6 @@ class Attempt:
             )
         return None
 
-    def _is_new(self) -> bool:
-        return RunDirectory(self.store).newest_commit_id is None
-
     def _join(self, probe: Probe | None) -> Payload:
         """Load the user's objects, join the Ray cluster, and return the objects.
 
@@ -220,7 +225,8 @@ class Attempt:
         """
         spec = self.spec
         recorder = self.recorder
-        if spec.request.resume_from and self._is_new():  # refused before a cluster is started or joined
+        run = RunDirectory(self.store)
+        if spec.request.resume_from and run.newest_commit_id is None:  # refused before a cluster is started or joined
             recorder.set_activity("looking for the checkpoint that the run starts from")
             choose_source(self._storage, spec.request)
         recorder.emit(ClusterWanted())
@@ -232,26 +238,22 @@ class Attempt:
             os.environ.setdefault(PRINT_PATCH, "0")
         payload = load_payload(spec)
         recorder.set_activity("joining the cluster")
-        cluster = self._join_cluster()
-        recorder.emit(ClusterConnected(**cluster._asdict()))
+        try:
+            cluster = join_cluster(spec)
+        except AttemptFailedError as error:
+            # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
+            is_known = spec.cluster.is_local or spec.cluster.is_submitted or run.attempt_numbers
+            error.final = error.final or not is_known
+            raise
+        recorder.emit(cluster)
         self.spec = replace(spec, scaling=limit_to_local_cluster(spec, cluster.resources))
-        if probe is not None and not spec.cluster.is_local and self._is_new():
+        if probe is not None and not spec.cluster.is_local and run.newest_commit_id is None:
             from prefect_elastic_train.driver.ray_cluster import probe_from_nodes
             from prefect_elastic_train.driver.ray_configs import resources_per_worker
 
             recorder.set_activity("testing the storage from the nodes")
             probe_from_nodes(probe, resources_per_worker(spec.scaling))
         return payload
-
-    def _join_cluster(self) -> JoinedCluster:
-        cluster = self.spec.cluster
-        try:
-            return join_cluster(self.spec)
-        except AttemptFailedError as error:
-            # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
-            was_reached = cluster.is_local or cluster.is_submitted or RunDirectory(self.store).attempt_numbers
-            error.final = error.final or not was_reached
-            raise
 
     def _train(self, payload: Payload, begun: Begun) -> None:
         """Run ``fit()`` until the train loop has returned on all ranks."""
@@ -281,17 +283,6 @@ class Attempt:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         trainer.fit()
-        # The controller sent its events before fit() returned. The last ones may still be on their way.
-        time.sleep(0.1)
-
-    def _standby_notes(self) -> list[str]:
-        from prefect_elastic_train.controller.standby import can_use_standbys
-
-        scaling = self.spec.scaling
-        needs_none = scaling.standby == "off" or self.spec.can_fork
-        if needs_none or can_use_standbys(scaling, self.spec.request.framework):
-            return []
-        return ["standby workers are disabled: they are supported on CPUs, and on GPUs with torch"]
 
     def _publish_start(self, begun: Begun, notes: list[str]) -> None:
         spec = self.spec

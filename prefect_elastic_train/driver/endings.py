@@ -1,19 +1,15 @@
 """The final event of an attempt, from the exception or the signal that ended it."""
 
-from __future__ import annotations
-
-import errno
 import sys
 from pathlib import Path
 
-from prefect_elastic_train.core.causes import causes, distinct_errors, short_message
+from prefect_elastic_train.core.causes import describe_causes, short_message
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, StorageFaultError
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.runs.commits import FencedOffError
-
-_TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+from prefect_elastic_train.storage.fault_classes import diagnose
 
 
 def final_event_of_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
@@ -24,11 +20,11 @@ def final_event_of_error(error: Exception, storage: StorageSettings) -> AttemptE
         return _ended(Outcome.INVALID, str(error))
     if isinstance(error, ImportError):
         return _ended(Outcome.INVALID, f"the driver lacks what it needs: {error}")
+    cause = getattr(error, "controller_failure", error)  # a ControllerError wraps its cause
     # If Ray Train is not loaded, the error is not one of its; importing it takes seconds.
-    ended = _ended_by_ray_train(error, storage) if "ray.train" in sys.modules else None
+    ended = _ended_by_ray_train(error, cause, storage) if "ray.train" in sys.modules else None
     if ended is not None:
         return ended
-    cause = getattr(error, "controller_failure", error)  # a ControllerError wraps its cause
     if isinstance(cause, ConnectionError):
         return _ended(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(str(cause))}")
     if isinstance(cause, OSError):
@@ -64,11 +60,10 @@ def _ended_by_storage(error: OSError, storage: StorageSettings) -> AttemptEnded:
 
     After a transient error the outcome is ``driver_lost``, since a new driver may succeed; else ``storage_error``.
     """
-    if isinstance(error, StorageFaultError):
-        is_transient = not error.permanent
-        message = str(error)
-    else:
-        is_transient = error.errno in _TRANSIENT_ERRORS
+    fault = diagnose(error)
+    is_transient = fault is not None and not fault.permanent
+    message = str(error)
+    if not isinstance(error, StorageFaultError):
         message = (
             f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that exists "
             "or can be made, with room and write permission for this user"
@@ -76,15 +71,14 @@ def _ended_by_storage(error: OSError, storage: StorageSettings) -> AttemptEnded:
     return _ended(Outcome.DRIVER_LOST if is_transient else Outcome.STORAGE_ERROR, message)
 
 
-def _ended_by_ray_train(error: Exception, storage: StorageSettings) -> AttemptEnded | None:
+def _ended_by_ray_train(error: Exception, cause: Exception, storage: StorageSettings) -> AttemptEnded | None:
     """Return the final event of an attempt ended by an error that only ``fit()`` raises; None for any other error."""
     import ray.exceptions as rays
-    from ray.train import ControllerError, WorkerGroupError
+    from ray.train import WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
     from prefect_elastic_train.controller.failures import CapacityTimeoutError
 
-    cause = error.controller_failure if isinstance(error, ControllerError) else error
     text = str(cause)
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in text:
         return _ended(Outcome.INVALID, text)
@@ -114,15 +108,12 @@ def _ended_by_ray_train(error: Exception, storage: StorageSettings) -> AttemptEn
 
 
 def _ended_by_workers(failures: dict[int, Exception], storage: StorageSettings) -> AttemptEnded:
-    from prefect_elastic_train.controller.failures import classify_failure, decisive_failure
-    from prefect_elastic_train.worker.rank_failures import failure_text
+    from prefect_elastic_train.controller.failures import causes_of, classify_failure, decisive_failure
 
     decisive = decisive_failure(failures.values())
     if isinstance(decisive, StorageFaultError):
         return _ended_by_storage(decisive, storage)
     if decisive is not None:
         return _ended(Outcome.USER_ERROR, f"{decisive} (FailureBudget.ignored_checkpoint is 'fail')")
-    errors, also = distinct_errors({rank: failure_text(failure) for rank, failure in failures.items()})
-    outcome, reason = classify_failure(failures)
-    assert outcome is not None  # the controller has waited until the cause was known
-    return _ended(outcome, f"{reason}: {'; '.join(causes(errors, also))}")
+    outcome, reason = classify_failure(failures.values())
+    return _ended(outcome, f"{reason}: {'; '.join(describe_causes(causes_of(failures)))}")

@@ -1,7 +1,5 @@
 """The driver's events: from the controller to the driver, and on to the supervisor and the run's history."""
 
-from __future__ import annotations
-
 import hmac
 import io
 import logging
@@ -194,8 +192,8 @@ class EventRecorder:
                 if self._sequence % _SUMMARY_EVENTS == 0:
                     self.history.add(self._summary())
         if isinstance(event, ev.GroupFailed):
-            for rank, error in event.errors.items():
-                self.details.add(f"[{format_ranks([int(rank), *event.also.get(rank, [])])}] {error}")
+            for cause in event.causes:
+                self.details.add(f"[{format_ranks(cause.ranks)}] {cause.traceback}")
             timer = threading.Timer(_DETAILS_SECONDS, self.write_details)
             timer.daemon = True
             timer.start()

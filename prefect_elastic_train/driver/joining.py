@@ -4,37 +4,22 @@ Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``. Ray fills it from the drive
 of the user's script.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
+from prefect_elastic_train.core.events import ClusterConnected
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
 
 
-class JoinedCluster(NamedTuple):
-    """The Ray cluster that this driver has joined.
-
-    Attributes:
-        address: ``host:port`` of the head.
-        dashboard_url: Empty without a dashboard.
-        resources: Resources of all nodes together.
-    """
-
-    address: str
-    dashboard_url: str
-    resources: dict[str, float]
-
-
-def join_cluster(spec: DriverSpec) -> JoinedCluster:
-    """Connect this driver to the Ray cluster of a spec, and return its address, dashboard and resources.
+def join_cluster(spec: DriverSpec) -> ClusterConnected:
+    """Connect this driver to the Ray cluster of a spec, and return the event with its address and resources.
 
     Raises:
         AttemptFailedError: No cluster answers, or it refuses this process.
@@ -69,7 +54,9 @@ def join_cluster(spec: DriverSpec) -> JoinedCluster:
         raise _lost(f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}") from error
     # ray.init replaces the handler of SIGTERM; the previous one ends the attempt in order.
     signal.signal(signal.SIGTERM, sigterm_handler)
-    return JoinedCluster(address, context.dashboard_url or "", ray.cluster_resources())
+    return ClusterConnected(
+        address=address, dashboard_url=context.dashboard_url or "", resources=ray.cluster_resources()
+    )
 
 
 def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:

@@ -1,7 +1,5 @@
 """A pre-started driver: a process that has a driver's imports done, and waits for the attempt that needs it."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -5,11 +5,10 @@ dead head. It waits without a limit for a port that accepts connections and does
 address that ``"auto"`` means.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading
+import time
 from collections.abc import Mapping
 
 import ray
@@ -64,17 +63,12 @@ def probe_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) ->
         if node.id != own_node
         and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
     ]
-    if not references:
-        return
-    ready, late = ray.wait(references, num_returns=len(references), timeout=_PROBE_SECONDS)
-    for reference in ready:
+    deadline = time.monotonic() + _PROBE_SECONDS
+    for reference in references:
         try:
-            ray.get(reference)
+            ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayError as error:
             logger.warning("A node did not test the storage: %s", error)
-    for reference in late:
-        ray.cancel(reference, force=True)
-    if late:
-        logger.warning("%d of %d nodes did not test the storage in %g s", len(late), len(references), _PROBE_SECONDS)
+            ray.cancel(reference, force=True)

@@ -4,8 +4,6 @@ Uses ``_resources_per_worker_not_none`` of Ray's ``ScalingConfig``, which alone 
 user gives none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig

@@ -1,7 +1,5 @@
 """Counts the termination signals of this process without a signal handler of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

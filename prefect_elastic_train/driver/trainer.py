@@ -4,8 +4,6 @@ Uses ``ray.train.v2._internal``: ``fit()`` starts its controller in ``_initializ
 public parameter for the controller's class, its policies or its internal callbacks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Coroutine, Generator
 from pkgutil import resolve_name
@@ -75,13 +73,11 @@ class _ElasticTrainerMixin:
     def _create_default_callbacks(self) -> list[Any]:
         # Ray removes placement groups with the job of their driver. The cleaner may ask another cluster on the same
         # host whether the controller lives, and remove a living group.
-        unwanted = [PlacementGroupCleanerCallback]
-        ours = []
-        if not self.datasets:
-            unwanted.append(DatasetsCallback)
-            ours.append(NoDatasets())
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if not isinstance(callback, tuple(unwanted))] + ours
+        callbacks = [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+        if self.datasets:
+            return callbacks
+        return [NoDatasets() if isinstance(callback, DatasetsCallback) else callback for callback in callbacks]
 
 
 def make_trainer(
@@ -123,7 +119,6 @@ def make_trainer(
         framework=framework,
         scaling=scaling,
         failures=spec.failures,
-        score_attribute=spec.checkpoints.score_attribute,
         requester_id="" if spec.is_alone else requester_id(store),
         standby=scaling.standby if has_standbys else "off",
     )

@@ -1,7 +1,5 @@
 """The user's code in the driver: loads and checks the train loop, its configuration and its datasets."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging
@@ -9,6 +7,7 @@ import operator
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -122,16 +121,17 @@ def check_loop(loop: Any) -> None:
             "one that calls asyncio.run(...)"
         )
     try:
-        parameters = inspect.signature(loop).parameters.values()
+        signature = inspect.signature(loop)
     except (TypeError, ValueError):
         return
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) > 1 or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in required):
-        names = ", ".join(parameter.name for parameter in required)
-        raise ConfigurationError(
-            f"train loop {name!r} requires {len(required)} arguments ({names}); it may take none, or one by position: "
-            "the train_loop_config"
-        )
+    for arguments in ((), ("config",)):
+        with suppress(TypeError):
+            signature.bind(*arguments)
+            return
+    raise ConfigurationError(
+        f"train loop {name!r} has the parameters ({', '.join(signature.parameters)}); it may require none, or one by "
+        "position: the train_loop_config"
+    )
 
 
 def make_datasets(payload: Payload) -> dict[str, Any]:

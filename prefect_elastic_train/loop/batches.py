@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -55,23 +57,22 @@ def length_of(dataset: Any) -> int:
     Raises:
         TypeError: The samples cannot be read by index, as those of a stream, or the arrays differ in length.
     """
-    has_columns = isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset)
-    if has_columns or isinstance(dataset, tuple):
-        lengths = {length_of(part) for part in (dataset.values() if has_columns else dataset)}
+    if isinstance(dataset, Mapping | tuple):
+        lengths = {length_of(part) for part in (dataset.values() if isinstance(dataset, Mapping) else dataset)}
         if len(lengths) != 1:
             raise TypeError(f"the arrays of a dataset must have one length, not {sorted(lengths)}")
         return lengths.pop()
-    kind = type(dataset).__name__
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
-            f"{kind} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): streams such as shards of "
-            "Ray Data cannot be resumed at a position. Load the samples by index (Parquet files by memory map, "
-            "for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch again"
+            f"{type(dataset).__name__} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): streams "
+            "such as shards of Ray Data cannot be resumed at a position. Load the samples by index (Parquet files by "
+            "memory map, for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch "
+            "again"
         )
-    if _reads_labels(dataset) or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
+    if _reads_labels(dataset):
         raise TypeError(
-            f"the samples of {kind} cannot be read by position: "
-            "give an array of them (such as .to_numpy() or .toarray() returns) or a list"
+            f"the samples of {type(dataset).__name__} cannot be read by position: "
+            "give an array of them (such as .to_numpy() returns) or a list"
         )
     return len(dataset)
 
@@ -98,29 +99,17 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
             f"{name}={options[name]!r}: the session chooses the samples of each batch. Set its global_batch (of all "
             "workers), and micro_batch to limit a worker's batch"
         )
-    torch = sys.modules.get("torch")
+    torch = import_module("torch") if options else sys.modules.get("torch")
     datasets = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
-    if torch is not None and (options or any(isinstance(part, torch.utils.data.Dataset) for part in datasets)):
-        yield from _load_with_torch(torch, dataset, sampler, options)
-    elif options:
-        raise TypeError(
-            f"batches({type(dataset).__name__}, {next(iter(options))}=...): "
-            "this is an option of torch's DataLoader; import torch to use it"
-        )
-    else:
+    if torch is None or not (options or any(isinstance(part, torch.utils.data.Dataset) for part in datasets)):
         for indices in sampler.arrays():
             yield indices, _read(dataset, indices)
-
-
-def _load_with_torch(torch: Any, dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[Any]:
-    """Yield each batch of a dataset with torch's ``DataLoader``: the indices of its samples, and the samples."""
+        return
     # Draws no seed from the loop's generator, since its state would then depend on the number of restarts.
     seeds = np.random.SeedSequence([sampler.order.seed % 2**64, sampler.steps.start, sampler.rank])
     options = {"generator": torch.Generator().manual_seed(int(seeds.generate_state(1)[0])), **options}
     indexed = _IndexedDataset(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-    loader = torch.utils.data.DataLoader(
-        indexed, batch_sampler=sampler, collate_fn=indexed.collate, in_order=True, **options
-    )
+    loader = torch.utils.data.DataLoader(indexed, batch_sampler=sampler, collate_fn=tuple, in_order=True, **options)
     try:
         yield from loader
     except (EOFError, OSError, RuntimeError) as error:
@@ -161,16 +150,13 @@ def _stack(samples: Sequence[Any]) -> Any:
     return np.ma.stack(samples) if is_masked else np.stack([np.asarray(sample) for sample in samples])
 
 
+@dataclass
 class _IndexedDataset:
-    """Dataset that returns each sample with its index, so that ``DataLoader`` yields the indices of each batch."""
+    """Dataset that returns each batch with the indices of its samples, so that ``DataLoader`` yields them."""
 
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, _read(self._dataset, index)
-
-    def collate(self, items: list[tuple[int, Any]]) -> tuple[Indices, Any]:
-        """Return the indices and the collated samples of a batch. torch's ``DataLoader`` calls it."""
-        return np.array([index for index, _ in items], dtype=np.int64), self._collate([item for _, item in items])
+    def __getitems__(self, indices: list[int]) -> tuple[Indices, Any]:
+        samples = [_read(self.dataset, index) for index in indices]
+        return np.array(indices, dtype=np.int64), self.collate(samples)

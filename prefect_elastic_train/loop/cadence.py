@@ -83,7 +83,7 @@ class Cadence:
         text = str(self.every)
         self.steps = self.every if isinstance(self.every, int) else 0
         self.seconds = float(text[:-1]) if re.fullmatch(r"\d+(\.\d+)?s", text) else 0.0
-        if isinstance(self.every, bool) or not (self.steps >= 1 or self.seconds > 0 or text == "auto"):
+        if not (self.steps >= 1 or self.seconds > 0 or text == "auto"):
             raise ValueError(f'save_every={self.every!r}: give a number of steps, seconds such as "90s", or "auto"')
         if not 0 < self.within[0] <= self.within[1]:
             raise ValueError(f"save_within={self.within!r}: give the shortest and the longest interval, in seconds")

@@ -68,7 +68,7 @@ class JaxState(ArrayState):
         folder = Path(directory, _FOLDER)
         if not folder.is_dir():
             raise StateMismatchError(f"{directory} has no folder {_FOLDER}: is it the checkpoint of another framework?")
-        leaves = self._leaves()
+        leaves = ocp.tree.to_flat_dict(vars(self))
         current = self._copies()
         with tempfile.TemporaryDirectory(prefix="loop-jax-") as merged:
             # Orbax's last step of saving merges the stores of the processes. It is done on links, since other
@@ -91,7 +91,7 @@ class JaxState(ArrayState):
 
         Raise ValueError if a leaf cannot be restored exactly.
         """
-        leaves = self._leaves()
+        leaves = ocp.tree.to_flat_dict(vars(self))
         for name, leaf in leaves.items():
             is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
             if not (is_number or type(leaf) is np.ndarray) or not np.size(leaf):
@@ -100,11 +100,6 @@ class JaxState(ArrayState):
                     "give numbers, keys and arrays with elements"
                 )
         return {name: _data(leaf) for name, leaf in leaves.items()}
-
-    def _leaves(self) -> dict[tuple[str, ...], Any]:
-        """Return each leaf of the pytrees by its path, which begins with the name of the attribute."""
-        paths = jax.tree.leaves_with_path(vars(self))
-        return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): leaf for path, leaf in paths}
 
 
 def _handler() -> Any:

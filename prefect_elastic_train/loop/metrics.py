@@ -1,7 +1,5 @@
 """The metrics of a session: means and last values since the last report, and the score."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress

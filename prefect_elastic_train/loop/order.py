@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 MAX_LENGTH = 2**48
 #: Rounds of the permutation. Four make it pseudorandom (Luby and Rackoff 1988); small datasets need more.
 _ROUNDS = 8
-CHUNK_SAMPLES = 8192  # samples that are computed at once: numpy takes as long for a few
+_CHUNK_SAMPLES = 8192  # samples that are computed at once: numpy takes as long for a few
 
 
 def permute(positions: Indices, length: int, *key: int) -> Indices:
@@ -197,7 +197,7 @@ class StepBatches:
 
     def arrays(self) -> Iterator[Indices]:
         """Yield, for each batch of this rank, the indices of its samples in the dataset as an array."""
-        chunk_batches = 1 + CHUNK_SAMPLES // (1 + self.order.global_batch // self.world_size)
+        chunk_batches = 1 + _CHUNK_SAMPLES // (1 + self.order.global_batch // self.world_size)
         for epoch, positions in groupby(self.positions(), key=lambda position: self.order.epoch(position.step)):
             while chunk := list(islice(positions, chunk_batches)):
                 bounds = [self.order.bounds(step, self.rank, self.world_size, *part) for step, *part in chunk]

@@ -3,8 +3,6 @@
 Each rank stores its rank file after its other files, so a checkpoint with all rank files is complete.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

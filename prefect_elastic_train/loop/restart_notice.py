@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 _BROADCAST_SECONDS = 0.25  # target interval between two broadcasts
 _MAX_LOCAL_POLLS = 25  # upper limit of local polls in a row, since a fast loop may become slow at any step
@@ -38,16 +38,6 @@ class RestartNotice:
 state = RestartNotice()
 
 
-class RestartPoll(NamedTuple):
-    """Result of a poll for a restart notice. It is the same on all ranks."""
-
-    is_new: bool  # a restart is announced that the caller was not notified of before
-    decision: Any  # return value of ``decide`` on rank 0; None in a poll that ``local_polls`` counts
-
-
-_NO_RESTART = RestartPoll(False, None)
-
-
 def resize_requested() -> bool:
     """Return True once for each coming restart of the worker group, so that the loop saves before it.
 
@@ -64,10 +54,10 @@ def resize_requested() -> bool:
         if step % 1000 == 0 or loop.resize_requested():
             ray.train.report(metrics, checkpoint=save(model))
     """
-    return poll_restart().is_new
+    return poll_restart()[0]
 
 
-def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False) -> RestartPoll:
+def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False) -> tuple[bool, Any]:
     """Check if a new restart of the worker group is announced, and share a decision of rank 0 with all ranks.
 
     Call it equally often on all ranks: some calls broadcast from rank 0, the other calls report no restart without
@@ -77,13 +67,17 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
         decide: Function that rank 0 calls before a broadcast, which sends its return value to all ranks. The session
             passes it, the loop does not. Each of the two is notified of a restart once.
         together: If True, broadcast in this call in any case. It must be the same on all ranks.
+
+    Returns:
+        The same on all ranks: True if a restart is announced that the caller was not notified of before, and the
+        return value of ``decide`` on rank 0; None without a broadcast.
     """
     if state.local_polls_left > 0 and not together:
         state.local_polls_left -= 1
-        return _NO_RESTART
+        return False, None
     context = train_context()
     if context is None:
-        return RestartPoll(False, decide and decide())
+        return False, decide and decide()
     is_alone = context.get_world_size() == 1
     decision = decide() if decide and (is_alone or context.get_world_rank() == 0) else None
     answer = (announced_restart(context), _next_local_polls(), decision)
@@ -96,7 +90,7 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
     if is_new:
         state.notified[bool(decide)] = restart
         state.save_requested = True
-    return RestartPoll(is_new, decision)
+    return is_new, decision
 
 
 def set_announced_growth(number: int) -> None:
@@ -138,9 +132,8 @@ def _next_local_polls() -> int:
     """
     now = time.monotonic()
     polls = state.local_polls - state.local_polls_left + 1
-    per_second = polls / max(now - state.broadcast_at, 1e-6)
-    # The number starts at 0 and at most doubles: the first steps may be much faster than those that follow.
-    limit = min(_MAX_LOCAL_POLLS, 2 * state.local_polls + 1) if state.broadcast_at else 0
+    target = int(_BROADCAST_SECONDS * polls / max(now - state.broadcast_at, 1e-6))
+    # At most doubles: the first steps may be much faster than those that follow.
+    state.local_polls = min(target, _MAX_LOCAL_POLLS, 2 * state.local_polls + 1)
     state.broadcast_at = now
-    state.local_polls = min(limit, int(per_second * _BROADCAST_SECONDS))
     return state.local_polls

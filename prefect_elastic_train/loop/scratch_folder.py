@@ -1,7 +1,5 @@
 """Temporary folders in which checkpoints are written before they are uploaded."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -19,20 +19,14 @@ class StateMismatchError(ValueError):
     @classmethod
     def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint."""
-        common = current.keys() & saved.keys()
-        problems = {
-            "missing in the checkpoint": current.keys() - saved.keys(),
-            "missing in the state": saved.keys() - current.keys(),
-            "of another shape in the checkpoint": {
-                f"{name} {saved[name]} (state: {current[name]})" for name in common if current[name] != saved[name]
-            },
-        }
-        messages = [
-            f"{problem}: {shorten(', '.join(sorted(names)), 500)}" for problem, names in problems.items() if names
+        differing = [
+            f"{name}: {saved.get(name, 'missing')} in the checkpoint, {current.get(name, 'missing')} in the state"
+            for name in sorted(current.keys() | saved.keys())
+            if current.get(name) != saved.get(name)
         ]
-        if messages:
+        if differing:
             raise cls(
-                f"{'; '.join(messages)}. Is it the checkpoint of another version of the model? "
+                f"{shorten('; '.join(differing), 1500)}. Is it the checkpoint of another version of the model? "
                 "Train under a new run_name, or give the state the parts of the checkpoint"
             )
 

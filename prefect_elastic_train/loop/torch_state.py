@@ -55,21 +55,21 @@ class TorchState(State):
 
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            if not hasattr(part, "load_state_dict"):
                 raise ValueError(
-                    f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict(); "
+                    f"TorchState({name}=...): a {type(part).__name__} has no load_state_dict(); "
                     "give modules, optimizers, schedulers and the like"
                 )
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-        self._optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+        # Optimizers with the modules that they train.
+        self._optimizers = {
+            name: (self._find_module(name, part), part)
+            for name, part in parts.items()
+            if isinstance(part, torch.optim.Optimizer)
+        }
         self._others = {name: part for name, part in parts.items() if name not in self._modules | self._optimizers}
-        self._module_of = {name: self._find_module(name, part) for name, part in self._optimizers.items()}
-        trained = [name for name, part in self._modules.items() if any(p.requires_grad for p in part.parameters())]
-        if trained and not self._optimizers:
-            self.warning = (
-                f"the state has no optimizer beside {', '.join(trained)}: each restart begins with an empty one. "
-                "Pass it, too: optimizer=..."
-            )
+        if self._modules and not self._optimizers:
+            self.warning = "the state has no optimizer: each restart begins with an empty one. Pass it: optimizer=..."
         # Keeps one copy of the state in memory, and overwrites it at each save. The public stager closes its copy after
         # the first save, in torch 2.11 and 2.12.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
@@ -129,37 +129,34 @@ class TorchState(State):
             StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
         self.prepare()
-        for optimizer in self._optimizers.values():
+        for _, optimizer in self._optimizers.values():
             optimizer.zero_grad()  # with gradients, torch would not create the state to read into
         current = self._state_dict()
         metadata = dcp.FileSystemReader(directory).read_metadata()
         tensors = metadata.state_dict_metadata.items()
         saved = {name: tensor for name, tensor in tensors if not only_these or name.partition(".")[0] in current}
         with_state = {path[:3] for path in metadata.planner_data.values()}
-        for name in self._module_of:  # a parameter that had no gradient yet has no state
+        for name in self._optimizers:  # a parameter that had no gradient yet has no state
             states = current[name]["state"].items()
             current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
         StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(saved))
         dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
-        for name, optimizer in self._optimizers.items():
-            self._load_optimizer(self._module_of[name], optimizer, current[name])
+        for name, (module, optimizer) in self._optimizers.items():
+            names = set(current[name]["state"])
+            sharded.set_optimizer_state_dict(module, optimizer, current[name], options=_LENIENT)
+            for parameter_name, parameter in module.named_parameters():
+                if not sharded._get_fqns(module, parameter_name) & names:
+                    optimizer.state.pop(parameter, None)
         for name, part in self._others.items():
             part.load_state_dict(current[name][0] if isinstance(current[name], tuple) else current[name])
 
-    def _load_optimizer(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Any) -> None:
-        names = set(saved["state"])
-        sharded.set_optimizer_state_dict(module, optimizer, saved, options=_LENIENT)
-        for name, parameter in module.named_parameters():
-            if not sharded._get_fqns(module, name) & names:
-                optimizer.state.pop(parameter, None)
-
     def _state_dict(self, to_save: bool = False) -> dict[str, Any]:
         state = {name: sharded.get_model_state_dict(module) for name, module in self._modules.items()}
-        for name, optimizer in self._optimizers.items():
+        for name, (module, optimizer) in self._optimizers.items():
             has_state = bool(optimizer.state)
-            state[name] = sharded.get_optimizer_state_dict(self._module_of[name], optimizer)
+            state[name] = sharded.get_optimizer_state_dict(module, optimizer)
             if to_save and not has_state:  # remove the state that torch has created by a step
                 optimizer.state.clear()
                 state[name]["state"] = {}

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
+from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -72,14 +73,6 @@ def read_about(directory: str | Path) -> dict[str, Any]:
         )
     about: dict[str, Any] = json.loads(file.read_text())
     return about
-
-
-class _Decision(NamedTuple):
-    """Decision of rank 0 after a step: save, report, and the number of steps that rank 0 has done."""
-
-    save: bool
-    report: bool
-    done: int
 
 
 class Session(AbstractContextManager["Session"]):
@@ -167,16 +160,20 @@ class Session(AbstractContextManager["Session"]):
         mesh: Any = None,
     ) -> None:
         global current
-        for name, value in (("steps", steps), ("global_batch", global_batch)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
+        if steps < 1:
+            raise ValueError(f"steps={steps}: must be at least 1")
         if isinstance(means, str):
             raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
         self._state = state
-        self._global_batch = int(global_batch)
+        self._global_batch = index(global_batch)
         self._seed = int(seed)
         self._save_scored = save_scored
-        experiment = self._find_ray()
+        train = train_context() or local_context()
+        self._can_save = train_context() is not None  # False in Ray Train's local mode and outside of Ray Train
+        self._ray = train and import_module("ray.train")
+        self.rank = train.get_world_rank() if train else 0
+        self.world_size = train.get_world_size() if train else 1
+        experiment = train.get_experiment_name() if train else ""
         context = run.current or run.RunContext(experiment, experiment, 1, "", "")
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
@@ -188,7 +185,7 @@ class Session(AbstractContextManager["Session"]):
             )
         self._set_share(mesh)
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
-        self._metrics = StepMetrics(means, context.score_attribute, warn=self.rank == 0)
+        self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
         self._ledger = Ledger()
         self._step_samples: list[Indices] = []  # samples of the current step
         self._writing = threading.Lock()  # locked until a checkpoint is uploaded
@@ -197,31 +194,13 @@ class Session(AbstractContextManager["Session"]):
         if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
             self._restore(checkpoint)
         self.began_from = self._saved = self.done
-        self.end = self._about["began_at"] + int(steps)
+        self.end = self._about["began_at"] + index(steps)
         self._entered_at = time.time()
         self._report_at = time.monotonic()  # time of the next report
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
-
-    def _find_ray(self) -> str:
-        """Set the session's rank and world size from Ray Train, and return the name of Ray Train's experiment.
-
-        Outside of Ray Train and its local mode, set rank 0 of 1 worker, and return an empty string.
-        """
-        self._ray: Any = None
-        self.rank = 0
-        self.world_size = 1
-        context = train_context()
-        self._can_save = context is not None  # False in Ray Train's local mode and outside of Ray Train
-        context = context or local_context()
-        if context is None:
-            return ""
-        self._ray = import_module("ray.train")
-        self.rank = context.get_world_rank()
-        self.world_size = context.get_world_size()
-        return str(context.get_experiment_name())
 
     def _set_share(self, mesh: Any) -> None:
         """Set this rank's share of the samples of each step, from its rank or its position in ``mesh``.
@@ -395,30 +374,32 @@ class Session(AbstractContextManager["Session"]):
             together: Broadcast rank 0's decision in any case. It must be the same on all ranks.
             at_end: The loop has ended, so an announced restart is no reason to save.
         """
-        # A plain tuple: the process that Ray broadcasts with need not be able to import this package.
-        restart, decided = poll_restart(lambda: tuple(self._decide()), together)
-        decision = _Decision(*decided) if decided else _Decision(False, False, self.done)
-        if decision.done != self.done:
+        restart, decision = poll_restart(self._decide, together)
+        save, report, done = decision or (False, False, self.done)
+        if done != self.done:
             raise LoopError(
-                f"rank {self.rank} has done {self.done} steps, and rank 0 {decision.done}: all must call "
+                f"rank {self.rank} has done {self.done} steps, and rank 0 {done}: all must call "
                 "session.step() and session.save() equally often, report the score on all ranks or none, and leave "
                 "the loop after the same step"
             )
-        if decision.save or (restart and not at_end):
+        if save or (restart and not at_end):
             self._save(restart)
-        elif decision.report:
+        elif report:
             self._report()
         self._is_open = self._must_save = self._metrics.has_score = False
 
-    def _decide(self) -> _Decision:
-        """Return the decision to save and to report after the last step. Called on rank 0."""
+    def _decide(self) -> tuple[bool, bool, int]:
+        """Return if to save, if to report, and the number of steps that are done. Called on rank 0.
+
+        A plain tuple: the process that Ray broadcasts with need not be able to import this package.
+        """
         is_idle = not self._writing.locked()
         is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
         save = self._can_save and (is_due or self._must_save)
         report = (is_idle and time.monotonic() >= self._report_at) or self._metrics.has_score or self._must_save
         if self._metrics.has_score and not (save or self._save_scored):
             logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
-        return _Decision(save, report, self.done)
+        return save, report, self.done
 
     def _save(self, announced: bool = False) -> None:
         """Save a checkpoint and report it. It is uploaded in the background, unless a restart is announced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import uuid
 from collections.abc import Callable
@@ -86,18 +87,9 @@ def check_options(options: TrainOptions) -> None:
 
 def make_payload(train_loop: TrainLoop, options: TrainOptions) -> Payload:
     """Return the payload of a training: the train loop and the user's objects in the options, such as datasets."""
-    datasets = options.get("datasets")
-    ray_data = sys.modules.get("ray.data") if datasets else None
-    return Payload(
-        train_loop,
-        options.get("train_loop_config"),
-        datasets,
-        options.get("dataset_config"),
-        options.get("torch_config"),
-        options.get("jax_config"),
-        options.get("validation_config"),
-        ray_data and ray_data.DataContext.get_current(),
-    )
+    ray_data = sys.modules.get("ray.data") if options.get("datasets") else None
+    objects: dict[str, Any] = {name: value for name, value in options.items() if name in Payload.__annotations__}
+    return Payload(train_loop, **objects, data_context=ray_data and ray_data.DataContext.get_current())
 
 
 def make_request(
@@ -111,13 +103,13 @@ def make_request(
     default_name = fingerprints.default_run_name(flow_name, position.owner.flow_run_id, position.number, position.calls)
     validation_resources = getattr(options.get("validation_config"), "ray_remote_kwargs", {"num_cpus": 0})
     return RunRequest(
-        run_name=run_name or fingerprints.check_run_name(default_name),
+        run_name=run_name or default_name,
         owner=position.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
         fingerprint=fingerprints.fingerprint(train_loop, options.get("framework", "torch"), config),
         named=run_name is not None,
         resume=options.get("resume", False),
         resume_from=options.get("resume_from") or "",
-        part=fingerprints.training_part(flow_name, position.number, position.calls),
+        part=fingerprints.default_run_name(flow_name, "", position.number, position.calls),
         resumed=position.resumed,
         has_datasets=has_datasets,
         cpus_beside=has_datasets + math.ceil(validation_resources.get("num_cpus", 1)),
@@ -141,8 +133,7 @@ def pickle_payload(payload: Payload) -> bytes:
     """
     loop = payload.train_loop
     if isinstance(loop, str):
-        module, _, function = loop.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+        if not re.fullmatch(r"[\w.]+:[\w.]+", loop):
             raise ConfigurationError(f"train loop {loop!r} is no import path; write 'package.module:function'")
     elif callable(loop):
         check_loop(loop)
@@ -164,23 +155,21 @@ def pickle_payload(payload: Payload) -> bytes:
         ) from error
 
 
-def driver_spec(request: RunRequest, blocks: Blocks, previous_end: str = "") -> DriverSpec:
+def driver_spec(request: RunRequest, blocks: Blocks, previous_end: str = "", ends_at: float = 0.0) -> DriverSpec:
     """Return the spec of a driver: the run request and the current values of the blocks.
 
     Args:
         request: The run request.
         blocks: The blocks of the attempt.
         previous_end: Outcome and message of the previous attempt; empty if this process does not know them.
+        ends_at: End of the training's time limit, in seconds since the epoch; 0: no limit.
     """
     return DriverSpec(
-        request=request,
-        scaling=blocks.scaling.plain(),
-        failures=blocks.failures.plain(),
-        checkpoints=blocks.checkpoints.plain(),
-        storage=blocks.storage.plain(),
-        cluster=blocks.cluster.plain(),
+        request,
+        **{argument: block.plain() for argument, block in blocks._asdict().items()},
         storage_block=saved_name(blocks.storage),
         poll_interval_seconds=get_settings().poll_interval(blocks.scaling.max_workers),
         sys_path=import_path(),
         previous_end=previous_end,
+        ends_at=ends_at,
     )

@@ -7,8 +7,6 @@ another deployment at each new best checkpoint, or when a training has completed
 each failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,36 +21,27 @@ from prefect.utilities.urls import url_for
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.flow_run_resume import HEARTBEAT, LOST
-from prefect_elastic_train.orchestration.prefect_events import (
-    BEST_CHECKPOINT,
-    COMPLETED,
-    DRIVER_RESTARTED,
-    WORKER_FAILED,
-)
+from prefect_elastic_train.orchestration.prefect_events import DRIVER_RESTARTED, PREFIX, WORKER_FAILED
 
-
-class _Evaluation(NamedTuple):
-    """A Prefect event that starts an evaluation, its label, and the field of its payload with the checkpoint's URI."""
-
-    label: str
-    event: str
-    checkpoint: str
-
-
+#: Prefect events that start an evaluation, each with the part of its payload that has the checkpoint's URI.
 _EVALUATIONS = {
-    "best-checkpoint": _Evaluation("best checkpoints", BEST_CHECKPOINT, "checkpoint_uri"),
-    "completed": _Evaluation("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
+    "best-checkpoint": "checkpoint_uri",
+    "completed": "best_checkpoint_uri or event.payload.checkpoint_uri",
 }
-_RESUME = "elastic-train: resume crashed runs of "
-_FIND = "elastic-train: find dead runs of "
-_EVALUATE = "elastic-train: evaluate {} of "
-_ALERT = "elastic-train: alert on failures of "
 #: Prefect's events of a flow run that starts to run, the first time and again.
 _STARTS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 #: States without heartbeats: final ones, and those of a flow run that is scheduled again, paused or suspended.
 _SILENT_STATES = (
-    *("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST),
-    *("AwaitingRetry", "Scheduled", "Paused", "Suspended"),
+    "Completed",
+    "Failed",
+    "TimedOut",
+    "Cancelled",
+    "Crashed",
+    LOST,
+    "AwaitingRetry",
+    "Scheduled",
+    "Paused",
+    "Suspended",
 )
 #: Events with an alert. Subject and body have the run, the reason, what happens next, and a link.
 _FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
@@ -72,6 +61,8 @@ A new driver resumes from {{{{ payload.checkpoint or "the beginning" }}}}.\
 Its automation, if there is one, resumes it from the last checkpoint; else a Retry does.\
 {{% else %}}It stays {{{{ event.resource["prefect.state-name"] }}}}; a Retry resumes from the last checkpoint, if any.\
 {{% endif %}}{{% endif %}}"""
+#: Resources of Prefect's events about runs.
+_RUNS = f"{PREFIX}*"
 #: Time after its start in which a flow run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 #: State message of a flow run whose terminal got Ctrl-C, which the user meant. An async flow has it only if the signal
@@ -79,32 +70,19 @@ _LIFETIME = timedelta(days=366)
 _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 
-class Scope(NamedTuple):
-    """The flow runs of a deployment or with a tag, to which an automation applies.
+class _Template(NamedTuple):
+    """An automation without the deployment or tag to whose flow runs it applies."""
 
-    ``role`` and ``id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
-    """
-
-    label: str
-    role: str
-    id: str
-
-
-def find_scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence[str]) -> list[Scope]:
-    """Return a scope for an automation from each deployment, named ``flow/deployment``, and from each tag.
-
-    Raises:
-        ConfigurationError: A deployment does not exist, or neither a deployment nor a tag is named.
-    """
-    if not deployments and not tags:
-        raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
-    scopes = [Scope(name, "deployment", str(_deployment_id(client, name))) for name in deployments]
-    return [*scopes, *(Scope(f"tag {tag}", "tag", tag) for tag in tags)]
+    name: str
+    description: str
+    action: ActionTypes
+    trigger: dict[str, Any]
 
 
 def save_automations(
     client: SyncPrefectClient,
-    scopes: Sequence[Scope],
+    deployments: Sequence[str],
+    tags: Sequence[str],
     max_resumes: int,
     heartbeat_timeout_seconds: float,
     evaluate_with: str = "",
@@ -113,12 +91,14 @@ def save_automations(
 ) -> list[tuple[str, str]]:
     """Create or update the Prefect automations for deployments and tags. A repeated call changes nothing.
 
-    Each scope gets two automations: one resumes crashed flow runs, one sets flow runs without a heartbeat to Crashed.
-    On request, a third starts a deployment with checkpoints, and a fourth sends a message for each failure.
+    Each deployment and each tag gets two automations: one resumes crashed flow runs, one sets flow runs without a
+    heartbeat to Crashed. On request, a third starts a deployment with checkpoints, and a fourth sends a message for
+    each failure.
 
     Args:
         client: Client of the Prefect API.
-        scopes: The deployments and tags to whose flow runs the automations apply.
+        deployments: The deployments to whose flow runs the automations apply, as ``flow/deployment``.
+        tags: The tags to whose flow runs the automations apply.
         max_resumes: The most times that one flow run is resumed.
         heartbeat_timeout_seconds: A flow run without a heartbeat for this time is set to Crashed. It must be longer
             than any outage of the Prefect API that flow runs shall survive.
@@ -133,21 +113,24 @@ def save_automations(
         A pair for each automation: ``created``, ``updated`` or ``unchanged``, and the name of the automation.
 
     Raises:
-        ConfigurationError: ``evaluate_at`` is unknown, or the deployment or the notification block does not exist.
+        ConfigurationError: Neither a deployment nor a tag is named, ``evaluate_at`` is unknown, or a deployment or the
+            notification block does not exist.
     """
+    if not deployments and not tags:
+        raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
-    automations: list[AutomationCore] = []
-    for scope in scopes:
-        automations += _resume_automations(scope, max_resumes, heartbeat_timeout_seconds)
+    # Each is identified in Prefect's events by a role and an id.
+    resources = {name: ("deployment", str(_deployment_id(client, name))) for name in deployments}
+    resources |= {f"tag {tag}": ("tag", tag) for tag in tags}
+    templates = [*_resume_automations(max_resumes, heartbeat_timeout_seconds)]
     if evaluate_with:
-        deployment_id = _deployment_id(client, evaluate_with)
-        evaluation = _EVALUATIONS[evaluate_at]
-        automations += [_evaluate_automation(scope, evaluate_with, deployment_id, evaluation) for scope in scopes]
+        templates.append(_evaluate_automation(evaluate_with, _deployment_id(client, evaluate_with), evaluate_at))
     if alert:
-        block_id = _notification_block_id(client, alert)
-        automations += [_alert_automation(scope, alert, block_id) for scope in scopes]
-    return [(_save(client, automation), automation.name) for automation in automations]
+        templates.append(_alert_automation(alert, _notification_block_id(client, alert)))
+    return [
+        _save(client, template, label, *resource) for label, resource in resources.items() for template in templates
+    ]
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
@@ -170,92 +153,96 @@ def _notification_block_id(client: SyncPrefectClient, name: str) -> UUID:
     return document.id
 
 
-def _resume_automations(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:
+def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[_Template]:
     limit = f"{max_resumes} times at most"
     timeout = f"{heartbeat_timeout_seconds:g} s"
-    yield _automation(
-        scope,
-        _RESUME,
+    flow_runs = {"prefect.resource.id": "prefect.flow-run.*"}
+    yield _Template(
+        "resume crashed runs",
         f"The same flow run is resumed after a crash, {limit}.",
         ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=f"Resumed after a crash, {limit}."),
-        # A crash counts only after a start, so that a flow run which cannot be started again stays Crashed. The run
-        # count is the limit.
-        after=_STARTS,
-        expect={"prefect.flow-run.Crashed"},
-        match={
-            "prefect.resource.id": "prefect.flow-run.*",
-            "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
-            "prefect.state-message": f"!{_INTERRUPTED}",
+        {
+            # A crash counts only after a start, so that a flow run which cannot be started again stays Crashed. The run
+            # count is the limit.
+            "after": _STARTS,
+            "expect": {"prefect.flow-run.Crashed"},
+            "match": {
+                **flow_runs,
+                "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
+                "prefect.state-message": f"!{_INTERRUPTED}",
+            },
+            "for_each": {"prefect.resource.id"},
+            "within": _LIFETIME,
         },
-        for_each={"prefect.resource.id"},
-        within=_LIFETIME,
     )
-    yield _automation(
-        scope,
-        _FIND,
+    yield _Template(
+        "find dead runs",
         f"A flow run without a heartbeat for {timeout} is Crashed.",
         ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {timeout}."),
-        after={HEARTBEAT},
-        expect={HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _SILENT_STATES)},
-        match={"prefect.resource.id": "prefect.flow-run.*"},
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        within=timedelta(seconds=heartbeat_timeout_seconds),
+        {
+            "after": {HEARTBEAT},
+            "expect": {HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _SILENT_STATES)},
+            "match": flow_runs,
+            "for_each": {"prefect.resource.id"},
+            "posture": Posture.Proactive,
+            "within": timedelta(seconds=heartbeat_timeout_seconds),
+        },
     )
 
 
-def _evaluate_automation(scope: Scope, deployment: str, deployment_id: UUID, evaluation: _Evaluation) -> AutomationCore:
+def _evaluate_automation(deployment: str, deployment_id: UUID, evaluate_at: str) -> _Template:
     """Return the automation that starts a deployment at an event of a run.
 
     The deployment's flow gets the parameters ``checkpoint_uri`` and ``storage``.
     """
+    event = f"{PREFIX}{evaluate_at}"
     parameters = {
         parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{field} }}}}"}
-        for parameter, field in {"checkpoint_uri": evaluation.checkpoint, "storage": "storage_block"}.items()
+        for parameter, field in {"checkpoint_uri": _EVALUATIONS[evaluate_at], "storage": "storage_block"}.items()
     }
-    return _automation(
-        scope,
-        _EVALUATE.format(evaluation.label),
-        f"At the event {evaluation.event}, {deployment} is started with the checkpoint.",
+    return _Template(
+        f"evaluate at {evaluate_at}",
+        f"At the event {event}, {deployment} is started with the checkpoint.",
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
-        expect={evaluation.event},
-        match={"prefect.resource.id": "elastic-train.run.*"},
+        {"expect": {event}, "match": {"prefect.resource.id": _RUNS}},
     )
 
 
-def _alert_automation(scope: Scope, block: str, block_id: UUID) -> AutomationCore:
+def _alert_automation(block: str, block_id: UUID) -> _Template:
     """Return the automation that sends a message for each failure of workers, of a driver or of a flow run."""
     # The link has the UI's address of this process, because a server may not know its own.
     link = (url_for("flow-run", UUID(int=0)) or "").replace(str(UUID(int=0)), "{{ flow_run.id }}")
-    return _automation(
-        scope,
-        _ALERT,
+    return _Template(
+        "alert on failures",
         f"A message by {block} for each failure: the run, the reason, what happens next, a link.",
         SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
-        expect={WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
-        match={"prefect.resource.id": ["elastic-train.run.*", "prefect.flow-run.*"]},
+        {
+            "expect": {WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
+            "match": {"prefect.resource.id": [_RUNS, "prefect.flow-run.*"]},
+        },
     )
 
 
-def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
+def _save(client: SyncPrefectClient, template: _Template, label: str, role: str, resource_id: str) -> tuple[str, str]:
+    """Create or update an automation for the flow runs of a deployment or with a tag. Return the change and its name.
+
+    ``role`` and ``resource_id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
+    """
     # An update sends only what is set, so the posture is set even where it is the default.
-    trigger = {"posture": Posture.Reactive, "within": timedelta(0), **trigger}
-    related = {"prefect.resource.role": scope.role, "prefect.resource.id": f"prefect.{scope.role}.{scope.id}"}
-    return AutomationCore(
-        name=f"{name}{scope.label}",
-        description=description,
+    trigger: dict[str, Any] = {"posture": Posture.Reactive, "within": timedelta(0), **template.trigger}
+    related = {"prefect.resource.role": role, "prefect.resource.id": f"prefect.{role}.{resource_id}"}
+    automation = AutomationCore(
+        name=f"elastic-train: {template.name} of {label}",
+        description=template.description,
         trigger=EventTrigger(match_related=related, threshold=1, **trigger),
-        actions=[action],
+        actions=[template.action],
     )
-
-
-def _save(client: SyncPrefectClient, automation: AutomationCore) -> str:
     existing = client.read_automations_by_name(automation.name)
     if not existing:
         client.create_automation(automation)
-        return "created"
+        return "created", automation.name
     # An update resets the automation: a flow run that started before it would not be resumed.
     if existing[0].model_dump(include={*AutomationCore.model_fields}) == automation.model_dump():
-        return "unchanged"
+        return "unchanged", automation.name
     client.update_automation(existing[0].id, automation)
-    return "updated"
+    return "updated", automation.name

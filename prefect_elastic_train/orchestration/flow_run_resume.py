@@ -4,8 +4,6 @@ Such a flow run may look running forever, and Prefect retries only flow runs in 
 unless it may still be alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -13,9 +11,9 @@ from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
+from prefect.events.filters import EventFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed
@@ -79,7 +77,8 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
 
 def find_flow_run(client: SyncPrefectClient, name: str) -> UUID:
     """Return the id of the only flow run with this name; raise a ConfigurationError if there is not exactly one."""
-    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])), limit=2)
+    named = FlowRunFilter.model_validate({"name": {"any_": [name]}})
+    flow_runs = client.read_flow_runs(flow_run_filter=named, limit=2)
     if len(flow_runs) != 1:
         raise ConfigurationError(
             f"{'several flow runs are' if flow_runs else 'no flow run is'} called {name!r}: use the id, which "
@@ -103,12 +102,12 @@ def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -
                 yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
     # A flow run may be alive until two of Prefect's heartbeats are missing.
     timeout = 2 * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
-    heartbeats = EventFilter(
-        event=EventNameFilter(name=[HEARTBEAT]),
-        resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
-        occurred=EventOccurredFilter(since=now - timedelta(seconds=timeout)),
-    )
-    if client.read_events(heartbeats, limit=1).events:
+    heartbeats = {
+        "event": {"name": [HEARTBEAT]},
+        "resource": {"id": [f"prefect.flow-run.{flow_run.id}"]},
+        "occurred": {"since": now - timedelta(seconds=timeout)},
+    }
+    if client.read_events(EventFilter.model_validate(heartbeats), limit=1).events:
         yield f"it has sent a heartbeat within {timeout} s"
 
 

@@ -4,8 +4,6 @@ Python delivers signals to the main thread only, and a flow that runs without a 
 the states of its flow runs: otherwise a cancelled flow would wait for a training in another thread, perhaps for weeks.
 """
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import multiprocessing
@@ -14,15 +12,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilter
-from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter, EventResourceFilter
+from prefect.events.filters import EventFilter
 from prefect.states import Cancelled
 
 from prefect_elastic_train.core.time_limits import FLOW_RUN_STATE_SECONDS
@@ -32,27 +29,41 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: Types of states in which a flow run must not train any more. Crashed is none: a watchdog sets it for a flow run
+#: without heartbeats, whose process may be alive. Completed is none: a flow may end before a training that it has
+#: submitted.
+_STOPPING_STATES = ("CANCELLING", "CANCELLED", "FAILED")
+
+
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread in the context of the caller, which has Prefect's settings, client, flow run and task run.
+
+    The thread's name is ``elastic-train-<name>``.
+    """
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train-{name}", daemon=True)
+    thread.start()
+    return thread
+
 
 def query_prefect(
-    query: Callable[[SyncPrefectClient], _T], timeout_seconds: float = FLOW_RUN_STATE_SECONDS
+    query: Callable[..., _T], *arguments: Any, timeout_seconds: float = FLOW_RUN_STATE_SECONDS
 ) -> _T | None:
-    """Call ``query`` with a client of the Prefect API. Return its result; None after an error or the time limit.
+    """Call ``query`` with a client of the Prefect API and the arguments.
 
-    The call runs in a thread, because the client retries for a minute.
+    Return its result; None after an error or the time limit. The call runs in a thread, because the client retries for
+    a minute.
     """
     answers: list[_T] = []
 
     def run() -> None:
         try:
             with get_client(sync_client=True) as client:
-                answers.append(query(client))
+                answers.append(query(client, *arguments))
         except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
             logger.warning("the Prefect API gave no answer: %s", error)
 
-    context = contextvars.copy_context()  # Prefect's settings and client
-    thread = threading.Thread(target=context.run, args=(run,), name="elastic-train-query", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
+    start_thread(run, "query").join(timeout_seconds)
     return answers[0] if answers else None
 
 
@@ -76,22 +87,12 @@ def last_log_time(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequen
 
 def has_begun(client: SyncPrefectClient, run_name: str, flow_run_id: str) -> bool:
     """Return True if Prefect has an event, such as ``started``, of an attempt of this run in this flow run."""
-    page = client.read_events(
-        EventFilter(
-            event=EventNameFilter(name=ATTEMPT_EVENTS),
-            resource=EventResourceFilter(id=[f"{PREFIX}{run_name}"]),
-            related=EventRelatedFilter(id=[f"prefect.flow-run.{flow_run_id}"]),
-        ),
-        limit=1,
-    )
-    return bool(page.events)
-
-
-def must_stop_training(state: State | None) -> bool:
-    """Return True if a flow run in this state must not train any more: it is cancelling, cancelled or failed."""
-    # Crashed does not: a watchdog sets it for a flow run without heartbeats, whose process may be alive. Completed does
-    # not: a flow may end before a training that it has submitted.
-    return state is not None and (state.is_cancelling() or state.is_cancelled() or state.is_failed())
+    wanted = {
+        "event": {"name": ATTEMPT_EVENTS},
+        "resource": {"id": [f"{PREFIX}{run_name}"]},
+        "related": {"id": [f"prefect.flow-run.{flow_run_id}"]},
+    }
+    return bool(client.read_events(EventFilter.model_validate(wanted), limit=1).events)
 
 
 def outermost_ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> str:
@@ -99,9 +100,9 @@ def outermost_ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[s
 
     ``flow_run_ids`` are ordered from the innermost to the outermost flow run.
     """
-    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": flow_run_ids}}))
-    ended = {str(flow_run.id) for flow_run in flow_runs if must_stop_training(flow_run.state)}
-    return next((flow_run_id for flow_run_id in reversed(flow_run_ids) if flow_run_id in ended), "")
+    wanted = {"id": {"any_": flow_run_ids}, "state": {"type": {"any_": _STOPPING_STATES}}}
+    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
+    return max((str(flow_run.id) for flow_run in flow_runs), key=flow_run_ids.index, default="")
 
 
 def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
@@ -154,7 +155,7 @@ def _exit_with(parent: BaseProcess) -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait, name="elastic-train-parent", daemon=True).start()
+    start_thread(wait, "parent")
 
 
 class FlowRunWatch:
@@ -171,9 +172,8 @@ class FlowRunWatch:
         self._flow_run_ids = flow_run_ids
         self._interval = interval_seconds
         self._closed = threading.Event()
-        context = contextvars.copy_context()  # Prefect's settings and client
         if flow_run_ids:
-            threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
+            start_thread(self._run, "flow-run")
 
     def close(self) -> None:
         """Stop polling the states of the flow runs, without waiting for a request that is under way."""

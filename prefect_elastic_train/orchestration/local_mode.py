@@ -1,7 +1,5 @@
 """Run a training in the flow process with Ray Train's local mode, for debugging."""
 
-from __future__ import annotations
-
 import threading
 from pkgutil import resolve_name
 

@@ -6,13 +6,27 @@ import logging
 import time
 from collections import Counter
 from logging import DEBUG, INFO, WARNING
-from typing import NamedTuple
 
-from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core import ray_output
-from prefect_elastic_train.core.causes import format_ranks, loop_errors
+from prefect_elastic_train.core.causes import format_ranks, leading_causes
+from prefect_elastic_train.core.events import (
+    ALIVE_SECONDS,
+    EVENT_TAG,
+    ROUTINE,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    ClusterWanted,
+    ControllerAlive,
+    Event,
+    FirstStep,
+    GroupFailed,
+    Report,
+    WorkerGroupResized,
+    WorkerGroupStarted,
+)
 from prefect_elastic_train.core.size_limits import MAX_LOG_BYTES, truncate
-from prefect_elastic_train.report.descriptions import describe
+from prefect_elastic_train.report.descriptions import Description, describe
 from prefect_elastic_train.runs.layout import details_name
 
 _MAX_LINE = 8000
@@ -34,9 +48,6 @@ class OutputLimits:
 
     def __init__(self, lines_per_second: float) -> None:
         self._rate = lines_per_second
-        self._start_window()
-
-    def _start_window(self) -> None:
         self._started_at = time.monotonic()
         self._lines = Counter[str]()
         self._omitted = Counter[str]()
@@ -58,16 +69,11 @@ class OutputLimits:
         if not at_once and time.monotonic() - self._started_at < _WINDOW_SECONDS:
             return ""
         omitted = +self._omitted
-        self._start_window()
+        self._started_at = time.monotonic()
+        self._lines.clear()
+        self._omitted.clear()
         most = ", ".join(f"{count} of {source}" for source, count in omitted.most_common(5))
         return f"[{omitted.total()} lines of output left out: {most}]" if omitted else ""
-
-
-class _Output(NamedTuple):
-    """A line of output without Ray's prefix, and the process that printed it, such as ``rank 3``."""
-
-    source: str
-    text: str
 
 
 class RunLog:
@@ -91,28 +97,37 @@ class RunLog:
         #: Time since when no worker trains; 0 while workers train.
         self._stopped_at = 0.0
         self._last_event_at = 0.0
-        #: Commits since the last line about commits, and the time of the newest that was logged.
-        self._commits: list[ev.CheckpointCommitted] = []
-        self._commit_logged_at = 0.0
+        #: Lines about the commits that are not logged yet, and the time up to which they are.
+        self._commits: list[str] = []
+        self._commits_logged_at = 0.0
 
     def line(self, source: str, text: str) -> None:
         """Log a line that a process of the training has printed.
 
         A worker's line is tagged with its rank, and a line of Ray's own output has level DEBUG.
         """
-        if text.startswith(ev.EVENT_TAG):
+        if text.startswith(EVENT_TAG):
             self.note(f"An event of the driver cannot be read, and is lost: {truncate(text, 300)}", WARNING)
             return
-        detail = ray_output.is_detail(text)
-        source, rest = self._parse(source, text)
-        *overwritten, rest = rest.rstrip("\r").split("\r")
-        name, _, message = rest.partition(": ")
+        is_detail = ray_output.is_detail(text)
+        text = ray_output.without_marks(text)
+        match = ray_output.WORKER_LINE.match(text)
+        if match is not None:
+            source = match["actor"]
+            text = text[match.end() :]
+            if source == "RayTrainWorker":
+                rank = self._ranks.get(f"{match['ip'] or ''}:{match['pid']}")
+                source = f"worker {match['pid']}" if rank is None else f"rank {rank}"
+        *overwritten, text = text.rstrip("\r").split("\r")
+        name, _, message = text.partition(": ")
         level = logging.getLevelName(name)
         if isinstance(level, int):  # the format that silence_ray_train() sets
-            rest = message
+            text = message
         else:
             level = INFO
-        if (detail and not self._logger.isEnabledFor(DEBUG)) or not rest.strip():
+        if is_detail:
+            level = DEBUG
+        if not self._logger.isEnabledFor(level) or not text.strip():
             return
         if overwritten:  # a state of a progress bar
             if time.monotonic() < self._progress_bar_at + _COMMITS_SECONDS:
@@ -121,7 +136,7 @@ class RunLog:
         self.note(self._limits.end_window())
         if self._limits.allows(source):
             tag = f"attempt {self._attempt} {source}" if self._attempt else source
-            self.note(truncate(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else level)
+            self.note(truncate(f"[{tag}] {text}", _MAX_LINE), level)
 
     def note(self, text: str, level: int = INFO) -> None:
         """Log a message to users unless it is empty.
@@ -140,45 +155,47 @@ class RunLog:
                 self._has_failed = True
                 logging.getLogger(__name__).exception("some of the training's output cannot be written to its log")
 
-    def event(self, event: ev.Event, replayed: bool = False) -> None:
+    def event(self, event: Event, replayed: bool = False) -> None:
         """Log an event of the training. A replayed event only updates this object: an earlier process has logged it.
 
         Commits are collected, and logged together after 30 s or before the next event that is not routine.
         """
-        if isinstance(event, ev.AttemptStarted):
-            self._attempt = event.attempt
-            self._run_uri = event.run_uri
-            self._checkpoint = event.checkpoint
-            self.loop_error = ""
-            self._stopped_at = (self._last_event_at or event.driver_started_at) if event.attempt > 1 else 0.0
-        elif isinstance(event, ev.CheckpointCommitted):
-            self._checkpoint = event.checkpoint
-        elif isinstance(event, ev.GroupFailed | ev.WorkerGroupResized):
-            self._stopped_at = event.at
-        elif isinstance(event, ev.WorkerGroupStarted):
-            self._ranks = dict(event.ranks)
-            self._locations = {}
-            for process, rank in event.ranks.items():
-                node, _, pid = process.rpartition(":")
-                self._ranks.setdefault(f":{pid}", rank)
-                self._locations[rank] = f"pid {pid}, node {node}"
+        match event:
+            case AttemptStarted():
+                self._attempt = event.attempt
+                self._run_uri = event.run_uri
+                self._checkpoint = event.checkpoint
+                self.loop_error = ""
+                self._stopped_at = (self._last_event_at or event.driver_started_at) if event.attempt > 1 else 0.0
+            case CheckpointCommitted():
+                self._checkpoint = event.checkpoint
+            case GroupFailed() | WorkerGroupResized():
+                self._stopped_at = event.at
+            case WorkerGroupStarted():
+                self._ranks = dict(event.ranks)
+                self._locations = {}
+                for process, rank in event.ranks.items():
+                    node, _, pid = process.rpartition(":")
+                    self._ranks.setdefault(f":{pid}", rank)
+                    self._locations[rank] = f"pid {pid}, node {node}"
         recovery = ""
-        if isinstance(event, ev.FirstStep | ev.Report) and self._stopped_at:
+        if isinstance(event, FirstStep | Report) and self._stopped_at:
             workers = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
             recovery = f"{workers} again after {event.at - self._stopped_at:.1f} s"
             self._stopped_at = 0.0
         self._last_event_at = max(self._last_event_at, event.at)
         if replayed:
             return
-        is_routine = isinstance(event, ev.ROUTINE)
+        is_routine = isinstance(event, ROUTINE)
         if not is_routine:
             self._log_commits()
         self.note(recovery)
-        if isinstance(event, ev.CheckpointCommitted):
-            self._commits.append(event)
+        description = describe(event, self._checkpoint, self._locations) or Description("")
+        if isinstance(event, CheckpointCommitted):
+            self._commits.append(description.line)
         else:
-            self._log_event(event)
-        if is_routine and event.at - self._commit_logged_at >= _COMMITS_SECONDS:
+            self._log_event(event, description)
+        if is_routine and event.at - self._commits_logged_at >= _COMMITS_SECONDS:
             self._log_commits()
 
     def close(self) -> None:
@@ -186,58 +203,44 @@ class RunLog:
         self._log_commits()
         self.note(self._limits.end_window(at_once=True))
 
-    def _log_event(self, event: ev.Event) -> None:
+    def _log_event(self, event: Event, description: Description) -> None:
         """Log an event of the training as a line, with details that only the log shows, such as tracebacks."""
-        description = describe(event, self._checkpoint, self._locations)
-        line = description.line if description is not None else ""
-        level = WARNING if description is not None and description.is_warning else INFO
-        if isinstance(event, ev.ClusterWanted) and self._attempt:  # later attempts keep the cluster
-            line = ""
-        elif isinstance(event, ev.AttemptStarted):
-            line += f"; run directory {event.run_uri}; its processes import the loop and its dependencies"
-            if event.started_from:
-                line += f"; the run started from checkpoint {event.started_from} of another run"
-        elif isinstance(event, ev.GroupFailed):
-            self.loop_error = "".join(
-                f"\n[{format_ranks([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
-                for rank, error in loop_errors(event.errors).items()
-                if "\n" in error.strip()
-            )
-            details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.errors else ""
-            line += details + self.loop_error
-        elif isinstance(event, ev.ControllerAlive) and _is_due(event):
-            line = f"The training has been {event.doing} for {event.seconds:.0f} s"
-            level = WARNING
+        line = description.line
+        level = WARNING if description.is_warning else INFO
+        warnings: list[str] = []
+        match event:
+            case ClusterWanted() if self._attempt:  # later attempts keep the cluster
+                return
+            case AttemptStarted():
+                line += f"; run directory {event.run_uri}; its processes import the loop and its dependencies"
+                if event.started_from:
+                    line += f"; the run started from checkpoint {event.started_from} of another run"
+                warnings = [f"Run {event.run_name}: {note}" for note in event.notes]
+            case GroupFailed():
+                self.loop_error = "".join(
+                    f"\n[{format_ranks(cause.ranks)}] {cause.traceback.rstrip()}"
+                    for cause in leading_causes(event.causes)
+                    if not cause.is_death and "\n" in cause.traceback.strip()
+                )
+                details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.causes else ""
+                line += details + self.loop_error
+            # Once a minute while the driver is busy: its operations are in lower case, those of the controller are not.
+            case ControllerAlive() if (
+                event.doing.islower() and event.seconds % _WAITING_SECONDS < ALIVE_SECONDS < event.seconds
+            ):
+                line = f"The training has been {event.doing} for {event.seconds:.0f} s"
+                level = WARNING
+            case AttemptEnded():
+                warnings = [event.warning]
         self.note(line, level)
-        if isinstance(event, ev.AttemptStarted):
-            for note in event.notes:
-                self.note(f"Run {event.run_name}: {note}", WARNING)
-        elif isinstance(event, ev.AttemptEnded):
-            self.note(event.warning, WARNING)
+        for warning in warnings:
+            self.note(warning, WARNING)
 
     def _log_commits(self) -> None:
         """Log one line: the newest commit, and the number of other commits since the last such line."""
         if not self._commits:
             return
-        *others, event = self._commits
+        *others, newest = self._commits
         self._commits = []
-        self._commit_logged_at = event.at
-        if description := describe(event):
-            self.note(description.line + (f"; {len(others)} more since the last line" if others else ""))
-
-    def _parse(self, source: str, text: str) -> _Output:
-        text = ray_output.without_marks(text)
-        match = ray_output.WORKER_LINE.match(text)
-        if match is None:
-            return _Output(source, text)
-        rest = text[match.end() :]
-        if match["actor"] != "RayTrainWorker":
-            return _Output(match["actor"], rest)
-        rank = self._ranks.get(f"{match['ip'] or ''}:{match['pid']}")
-        return _Output(f"rank {rank}" if rank is not None else f"worker {match['pid']}", rest)
-
-
-def _is_due(event: ev.ControllerAlive) -> bool:
-    """Return True if a heartbeat needs a log line: once a minute while an operation of the driver lasts."""
-    # Operations of the driver are in lower case, states of Ray's controller in capitals.
-    return event.doing.islower() and event.seconds % _WAITING_SECONDS < ev.ALIVE_SECONDS < event.seconds
+        self._commits_logged_at = self._last_event_at
+        self.note(newest + (f"; {len(others)} more since the last line" if others else ""))

@@ -5,20 +5,17 @@ retried, Prefect makes a new flow run for a subflow. The id of the root and the 
 the same, so run names are made from them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
+from functools import cache
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events.related import object_as_related_resource, tags_as_related_resources
 
@@ -41,7 +38,7 @@ class TrainingPosition:
         flow_run_ids: The flow run of the training, its parent, and so on up to the root; empty outside of flows.
         calls: The calls of subflows from the root to the flow run of the training; empty for the root.
         related: Prefect resources of the root flow run, for the Prefect events of a training in a subflow. Prefect adds
-            the resources of the subflow itself.
+            the resources of the flow run that trains, as far as they are not among these.
         flow_name: Name of the flow that trains; empty outside of flows.
         number: Number of the training in its flow run, counted from 1.
         resumed: True if the flow run or its root flow run was executed before, perhaps in another process.
@@ -65,10 +62,10 @@ def count_training() -> TrainingPosition:
     if context is None or context.flow_run is None:
         return TrainingPosition(Owner(flow_run_id=uuid4().hex))
     flow_run_id = str(context.flow_run.id)
-    executions = context.flow_run.run_count or 0
-    number = _registry.next_number(("training", flow_run_id, str(executions)), flow_run_id)
+    executions = context.flow_run.run_count
+    number = _registry.next_number(("training", flow_run_id, executions), flow_run_id)
     position = current_position(context)
-    return replace(position, number=number, resumed=position.resumed or executions > 1)
+    return replace(position, number=number, resumed=max(executions, position.owner.execution) > 1)
 
 
 def current_position(context: FlowRunContext) -> TrainingPosition:
@@ -82,18 +79,16 @@ def current_position(context: FlowRunContext) -> TrainingPosition:
     if flow_run_id in _registry.positions:
         return _registry.positions[flow_run_id]
     flow_name = context.flow.name if context.flow else ""
-    position = None
-    if not is_root(flow_run) or flow_run.deployment_id is not None:
-        position = query_prefect(lambda client: _look_up(client, flow_run, flow_name), _QUERY_SECONDS)
+    position = query_prefect(_look_up, flow_run, flow_name, timeout_seconds=_QUERY_SECONDS)
     if position is None:
-        position = TrainingPosition(_owner(flow_run, flow_name), (flow_run_id,))
+        position = _position_of_root(flow_run, flow_name)
         if not is_root(flow_run):
             logger.warning(
                 "cannot read the parent of flow run %r from the Prefect API: a retry of the parent will not continue "
                 "the trainings of this flow run",
                 flow_run.name,
             )
-    return _registry.positions.setdefault(flow_run_id, replace(position, flow_name=flow_name))
+    return _registry.positions.setdefault(flow_run_id, position)
 
 
 def is_root(flow_run: FlowRun) -> bool:
@@ -111,39 +106,43 @@ def _look_up(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str = "") 
 
     Without ``flow_name``, the name of the flow is read from the API as well.
     """
-    flow_run_id = str(flow_run.id)
     # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
     call = None if is_root(flow_run) else client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
     if call is None or call.flow_run_id is None:
-        owner = _owner(flow_run, flow_name or client.read_flow(flow_run.flow_id).name)
-        resources = [object_as_related_resource("flow-run", "flow-run", flow_run)]
-        if flow_run.deployment_id is not None:
-            deployment = client.read_deployment(flow_run.deployment_id)
-            owner = owner.model_copy(update={"deployment_name": deployment.name})
-            resources.append(object_as_related_resource("deployment", "deployment", deployment))
-        resources += tags_as_related_resources(flow_run.tags)
-        # Prefect adds the resources of the flow run that trains, so they are needed for its parents only.
-        related = () if flow_name else tuple(resource.root for resource in resources)
-        return TrainingPosition(owner, (flow_run_id,), related=related, resumed=(flow_run.run_count or 0) > 1)
+        deployment = client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
+        return _position_of_root(flow_run, flow_name or client.read_flow(flow_run.flow_id).name, deployment)
     parent = _look_up(client, client.read_flow_run(call.flow_run_id))
-    name = flow_name or call.name.removesuffix(f"-{call.dynamic_key}")
+    flow_name = flow_name or call.name.removesuffix(f"-{call.dynamic_key}")
     if call.dynamic_key.isdigit():
         number = str(int(call.dynamic_key) + 1)
     else:  # a call in a task has a random key: ``t`` and its number among the calls in tasks of the parent
-        outer = (f"{call.flow_name} {call.number}" for call in parent.calls)
-        key = ("subflow", parent.owner.flow_run_id, str(parent.owner.execution), *outer, name)
-        number = f"t{_registry.number_for((flow_run_id,), partial(_registry.next_number, key, parent.flow_run_ids[0]))}"
-    ids = (flow_run_id, *parent.flow_run_ids)
-    return replace(parent, flow_run_ids=ids, calls=(*parent.calls, Call(name, number)))
+        key = ("subflow", parent.owner.flow_run_id, parent.owner.execution, parent.calls, flow_name)
+        with _registry.lock:
+            number = f"t{_number_in_tasks(str(flow_run.id), parent.flow_run_ids[0], key)}"
+    calls = (*parent.calls, Call(flow_name, number))
+    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls, flow_name=flow_name)
 
 
-def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
-    return Owner(
+def _position_of_root(
+    flow_run: FlowRun, flow_name: str, deployment: DeploymentResponse | None = None
+) -> TrainingPosition:
+    owner = Owner(
         flow_run_id=str(flow_run.id),
         deployment_id=str(flow_run.deployment_id or ""),
+        deployment_name=deployment.name if deployment else "",
         flow_name=flow_name,
         flow_run_name=flow_run.name,
         execution=flow_run.run_count,
+    )
+    resources = tags_as_related_resources(flow_run.tags)
+    resources.append(object_as_related_resource("flow-run", "flow-run", flow_run))
+    if deployment:
+        resources.append(object_as_related_resource("deployment", "deployment", deployment))
+    return TrainingPosition(
+        owner,
+        (owner.flow_run_id,),
+        related=tuple(resource.root for resource in resources),
+        flow_name=flow_name,
     )
 
 
@@ -155,27 +154,32 @@ class _Registry:
 
     def __init__(self) -> None:
         self.positions: dict[str, TrainingPosition] = {}
-        self._counts: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: count(1))
-        self._numbers: dict[tuple[str, ...], int] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self._numbers: defaultdict[tuple[object, ...], dict[object, int]] = defaultdict(dict)
 
-    def next_number(self, key: tuple[str, ...], flow_run_id: str) -> int:
+    def next_number(self, key: tuple[object, ...], flow_run_id: str) -> int:
         """Return the number of a new call of a training or subflow. Calls with the same key are counted from 1.
 
         A call in a task of the flow run keeps its number when the task is retried.
         """
         task = TaskRunContext.get()
-        with self._lock:
-            if task is None or str(task.task_run.flow_run_id) != flow_run_id:
-                return next(self._counts[key])
-            task_key = (*key, str(task.task_run.id))
-            call = next(self._counts[(*task_key, str(task.task_run.run_count))])
-            return self.number_for((*task_key, f"number {call}"), lambda: next(self._counts[key]))
+        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+            return self._number_for(key, object())
+        task_run = task.task_run
+        call = self._number_for((*key, task_run.id, task_run.run_count), object())
+        return self._number_for(key, (task_run.id, call))
 
-    def number_for(self, key: tuple[str, ...], make: Callable[[], int]) -> int:
-        """Return the call number stored under a key. If there is none, store and return the result of ``make``."""
-        with self._lock:
-            return self._numbers.get(key) or self._numbers.setdefault(key, make())
+    def _number_for(self, key: tuple[object, ...], call: object) -> int:
+        """Return the number of a call among those with the same key, in the order of the first requests for each."""
+        with self.lock:
+            numbers = self._numbers[key]
+            return numbers.setdefault(call, len(numbers) + 1)
+
+
+@cache  # the flow run keeps its number
+def _number_in_tasks(flow_run_id: str, parent_id: str, key: tuple[object, ...]) -> int:
+    """Return the number of a subflow among those with the same key that tasks of its parent have called."""
+    return _registry.next_number(key, parent_id)
 
 
 _registry = _Registry()

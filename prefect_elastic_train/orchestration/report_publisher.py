@@ -3,14 +3,13 @@
 A thread does all the writing, so nothing waits for the Prefect API. Errors are counted and training continues.
 """
 
-from __future__ import annotations
-
-import contextvars
+import enum
+import math
 import re
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from prefect.context import TaskRunContext
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
+from prefect_elastic_train.orchestration.flow_run_state import start_thread
 from prefect_elastic_train.orchestration.prefect_events import FREQUENT_EVENTS, RunEvent, end_event, translate
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import RunReport
@@ -34,7 +34,7 @@ _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
 _PLOT_SECONDS = 60.0
-_MAX_QUEUED_EVENTS = 1000
+_MAX_UNSENT_EVENTS = 1000
 _MAX_KEY = 100
 #: Seconds between two frequent events of the same name; only the newest is sent.
 _FREQUENT_SECONDS = 30.0
@@ -46,6 +46,24 @@ def prefect_key(run_name: str, kind: str = "") -> str:
     if name != run_name:  # names that differ only in the removed characters must get different keys
         name = f"{name}-{uuid.uuid5(uuid.NAMESPACE_URL, run_name).hex[:6]}"
     return "-".join(part for part in ("elastic-train", kind, name) if part)
+
+
+class PublisherState(enum.Enum):
+    """The states of a publisher.
+
+    ::
+
+        PUBLISHING ──► CLOSING ──► CLOSED   close()
+             └───────► ABANDONED            abandon()
+    """
+
+    PUBLISHING = "publishing"
+    #: The last update is being written.
+    CLOSING = "closing"
+    #: Nobody waits any more, and no plot may begin: matplotlib's native code aborts a process that exits meanwhile.
+    CLOSED = "closed"
+    #: Nothing is written any more.
+    ABANDONED = "abandoned"
 
 
 @dataclass(eq=False)
@@ -71,30 +89,29 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self.errors = 0
-        self._task = TaskRunContext.get()
+        self._state = PublisherState.PUBLISHING
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._plot_lock = threading.Lock()
-        self._queue: deque[RunEvent] = deque(maxlen=_MAX_QUEUED_EVENTS)
-        #: The newest unsent event of each frequent name, and when the last one was sent.
-        self._frequent: dict[str, RunEvent] = {}
-        self._sent_at: dict[str, float] = {}
+        #: Unsent events. Of those with a frequent name, only the newest is kept, by its name.
+        self._unsent: dict[str, RunEvent] = {}
         #: Attempt and sequence number of the newest event, because the log of a Ray job may be read twice.
         self._newest = (0, 0)
         #: Seconds from one update of the artifacts to the next, as the events since then require.
         self._update_seconds = ARTIFACT_SECONDS
+        self._written_at = -math.inf
+        #: Times before which the progress, a plot or a frequent event is not written again.
+        self._due_at: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
-        self._next_plot = float("-inf")
-        self._next_progress = float("-inf")
-        self._written_at = float("-inf")
         self._plot_interval = ARTIFACT_SECONDS
+        #: The last attempt to write has failed.
         self._has_failed = False
-        self._is_abandoned = False
-        self._may_plot = True
-        self._closing = threading.Event()
-        context = contextvars.copy_context()  # Prefect's settings, and the run that events relate to
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="elastic-train-report", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start to publish. Without it, only the report is kept."""
+        self._thread = start_thread(self._run, "report")
 
     def add(self, event: ev.Event, replayed: bool = False) -> None:
         """Add an event of the training to the report, and queue its Prefect events.
@@ -113,10 +130,10 @@ class Publisher:
             if replayed:
                 return
             for run_event in translate(event, self.report, self.storage_block):
-                if run_event.name in FREQUENT_EVENTS:
-                    self._frequent[run_event.name] = run_event
-                else:
-                    self._queue.append(run_event)
+                name = run_event.name
+                self._unsent[name if name in FREQUENT_EVENTS else f"{name} {run_event.key}"] = run_event
+            while len(self._unsent) > _MAX_UNSENT_EVENTS:
+                self._unsent.pop(next(iter(self._unsent)), None)
 
     def end(self, state: str, reason: str = "", is_published: bool = False) -> None:
         """Add the end of the training to the report, queue the Prefect event for it, and close the publisher.
@@ -129,28 +146,31 @@ class Publisher:
         with self._count_errors(), self._lock:
             now = time.time()
             self.report.end(now, state, reason)
-            self._queue.extend(self._frequent.values())
-            self._frequent.clear()
             if not is_published:
-                self._queue.append(end_event(self.report, state.replace(" ", "-"), now, reason, self.storage_block))
+                name = state.replace(" ", "-")
+                self._unsent[name] = end_event(self.report, name, now, reason, self.storage_block)
         self.close()
 
     def abandon(self) -> None:
         """Stop publishing at once, without a last update of artifacts: another process publishes the training now."""
-        self._is_abandoned = True
-        self._closing.set()
+        self._enter(PublisherState.ABANDONED)
 
     def close(self) -> None:
         """Send the queued Prefect events, update the run's artifacts a last time, and stop publishing.
 
         Returns within some seconds even if the Prefect API does not answer, but waits for a plot that is being drawn.
         """
-        self._closing.set()
-        self._thread.join(timeout=1.0 if self._has_failed else PUBLISHER_CLOSE_SECONDS)
-        # Matplotlib's native code aborts a process that exits while a thread plots.
-        self._may_plot = False
+        self._enter(PublisherState.CLOSING)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0 if self._has_failed else PUBLISHER_CLOSE_SECONDS)
+        self._enter(PublisherState.CLOSED)
         if self._plot_lock.acquire(timeout=_PLOT_SECONDS):
             self._plot_lock.release()
+
+    def _enter(self, state: PublisherState) -> None:
+        """Change the state of the publisher. Its thread stops waiting, because each new state ends the publishing."""
+        self._state = state
+        self._stopping.set()
 
     @contextmanager
     def _count_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
@@ -172,57 +192,62 @@ class Publisher:
         After an error, connect to the Prefect API again. After an error at the end, try once more.
         """
         is_last = False
-        while not (is_last or self._is_abandoned):
-            is_last = self._closing.is_set()
+        while not is_last:
+            is_last = self._stopping.is_set()
             with self._count_errors(), get_client(sync_client=True) as client:
                 self._publish(client)
                 return
             self._update_seconds = ARTIFACT_SECONDS
             self._artifacts.clear()  # they may have been deleted
-            self._closing.wait(ARTIFACT_SECONDS)
+            self._stopping.wait(ARTIFACT_SECONDS)
 
     def _publish(self, client: SyncPrefectClient) -> None:
         is_closing = False
         while not is_closing:
-            is_closing = self._closing.wait(_POLL_SECONDS)
-            if self._is_abandoned:
+            is_closing = self._stopping.wait(_POLL_SECONDS)
+            if self._state is PublisherState.ABANDONED:
                 return
             # Events wait here while the API is away: Prefect's own queue is lost with its connection.
             if is_closing or not self._has_failed:
                 self._send_events()
             if is_closing or time.monotonic() - self._written_at >= self._update_seconds:
-                self._write(client, is_closing)
+                self._write(client)
                 self._has_failed = False
 
     def _send_events(self) -> None:
-        now = time.monotonic()
         with self._lock:
-            due = [name for name in self._frequent if now - self._sent_at.get(name, -now) >= _FREQUENT_SECONDS]
-            self._sent_at.update(dict.fromkeys(due, now))
-            self._queue.extend(map(self._frequent.pop, due))
-        while self._queue:
-            self._queue.popleft().send(self.flow_run_id, self.related)
+            unsent = list(self._unsent.items())
+        for key, run_event in unsent:
+            if run_event.name not in FREQUENT_EVENTS or self._is_due(run_event.name, _FREQUENT_SECONDS):
+                self._unsent.pop(key, run_event).send(self.flow_run_id, self.related)
 
-    def _write(self, client: SyncPrefectClient, is_closing: bool) -> None:
+    def _is_due(self, name: str, seconds: float) -> bool:
+        """Return True at most once in a number of seconds for each name, and whenever the publisher is closing."""
+        now = time.monotonic()
+        is_due = self._stopping.is_set() or now >= self._due_at[name]
+        if is_due:
+            self._due_at[name] = now + seconds
+        return is_due
+
+    def _write(self, client: SyncPrefectClient) -> None:
         with self._lock:
             report = self.report.model_copy(deep=True)
             self._update_seconds = _IDLE_SECONDS
         self._written_at = time.monotonic()
         now = time.time()
         summary = summary_line(report, now)
-        if report.progress is not None and (is_closing or self._written_at >= self._next_progress):
-            self._next_progress = self._written_at + _PROGRESS_SECONDS
+        if report.progress is not None and self._is_due("progress", _PROGRESS_SECONDS):
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
-        if report.reports and (is_closing or self._written_at >= self._next_plot):
-            if is_closing:  # text first: a plot may take longer than the time that is left
+        if report.reports and self._is_due("plot", math.inf):
+            if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
                 self._put(client, "markdown", render(report, now, self._plots), summary)
-            self._next_plot = float("inf")  # no further plot if this one fails: matplotlib may be missing
+            # No further plot if this one fails: matplotlib may be missing.
             with self._count_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
-                if self._may_plot:
+                if self._state is not PublisherState.CLOSED:
                     self._plots = draw(report, now)
-                    self._next_plot = time.monotonic() + self._plot_interval
+                    self._due_at["plot"] = time.monotonic() + self._plot_interval
                     self._plot_interval = min(_IDLE_SECONDS, 2 * self._plot_interval)
         self._put(client, "markdown", render(report, now, self._plots), summary)
 
@@ -240,6 +265,7 @@ class Publisher:
                 json={"data": data, "description": description},
             )
             return
+        context = TaskRunContext.get()
         self._artifacts[kind] = client.create_artifact(
             ArtifactCreate(
                 key=prefect_key(self.report.run_name, "progress" if kind == "progress" else ""),
@@ -247,6 +273,6 @@ class Publisher:
                 data=data,
                 description=description,
                 flow_run_id=uuid.UUID(self.flow_run_id) if self.flow_run_id else None,
-                task_run_id=self._task.task_run.id if self._task else None,
+                task_run_id=context.task_run.id if context else None,
             )
         ).id

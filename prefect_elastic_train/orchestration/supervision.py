@@ -1,7 +1,5 @@
 """A training over all its attempts in this process: the resources that it owns, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import os
@@ -11,21 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from logging import INFO, WARNING
 from typing import Any, NamedTuple
-from uuid import UUID
 
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
-from prefect.logging import get_logger, get_run_logger
+from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 from prefect.transactions import CommitMode, get_transaction
 from prefect.utilities.urls import url_for
 from prefect.variables import Variable
 
-from prefect_elastic_train.blocks.lookup import Blocks, load_block
+from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import (
@@ -83,52 +79,73 @@ class SilentEndError(AttemptFailedError):
     """
 
 
-class End(str, enum.Enum):
-    """The final state of a training in its report and its events."""
+class TrainingState(str, enum.Enum):
+    """The states of a training in this process. The value of a final state is shown in the report.
 
+    ::
+
+        CREATED ──► RUNNING ──► WAITING ──► RUNNING   a retryable error; the next attempt
+                       │           │
+                       │           └──► a final state: the call ends before the next attempt
+                       ├──► DETACHING ──► DETACHED   the Ray job continues without this process
+                       └──► any other final state
+
+    From its first attempt to a final state, the training owns its processes, its log and its report.
+    """
+
+    CREATED = "created"
+    RUNNING = "running"
+    WAITING = "waiting"
+    DETACHING = "detaching"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
     INTERRUPTED = "interrupted"
     DETACHED = "left to its job"
+    #: Another process publishes the training now, or has set the state of its flow run.
+    TAKEN_OVER = "taken over"
+
+
+#: States in which the training owns its processes.
+_OPEN_STATES = (TrainingState.RUNNING, TrainingState.WAITING, TrainingState.DETACHING)
 
 
 class Ending(NamedTuple):
     """The final state of a training, and the reason."""
 
-    end: End
+    state: TrainingState
     reason: str = ""
 
 
-def classify_end(error: BaseException, detached: bool, is_end_requested: Callable[[], bool]) -> Ending | None:
+def classify_end(error: BaseException, is_detached: bool, is_end_requested: Callable[[], bool]) -> Ending:
     """Return the final state and the reason of a training that this error ended.
-
-    Return None if another process publishes the training now, or has set the state of its flow run.
 
     Args:
         error: The error that ends the training.
-        detached: The Ray job of the training continues without this process.
+        is_detached: The Ray job of the training continues without this process.
         is_end_requested: Returns True if a flow run around the training is cancelled or failed. Called after signals.
     """
+    match error:
+        case SilentEndError() | Abort():
+            return Ending(TrainingState.TAKEN_OVER)
+        case _ if is_detached:
+            return Ending(TrainingState.DETACHED, "the flow process was stopped; the job continues")
+        case TimeoutError():
+            return Ending(TrainingState.TIMED_OUT, str(error))
+        case AttemptFailedError(outcome=Outcome.CANCELLED) | KeyboardInterrupt() | asyncio.CancelledError():
+            return Ending(TrainingState.CANCELLED, str(error))
+        case AttemptFailedError():
+            return Ending(TrainingState.FAILED, str(error))
+        case Exception():
+            return Ending(TrainingState.FAILED, f"{type(error).__name__}: {error}")
     # A cancellation and the loss of a machine send the same signal, so the state of the flow runs decides.
-    if isinstance(error, SilentEndError | Abort):
-        return None
-    if detached:
-        return Ending(End.DETACHED, "the flow process was stopped; the job continues")
-    if isinstance(error, TimeoutError):
-        return Ending(End.TIMED_OUT, str(error))
-    if isinstance(error, AttemptFailedError):
-        return Ending(End.CANCELLED if error.outcome is Outcome.CANCELLED else End.FAILED, str(error))
-    if isinstance(error, Exception):
-        return Ending(End.FAILED, f"{type(error).__name__}: {error}")
-    by_state = isinstance(error, Stop) and error.flow_run_id
-    if by_state or isinstance(error, KeyboardInterrupt | asyncio.CancelledError) or is_end_requested():
-        return Ending(End.CANCELLED, str(error))
-    return Ending(End.INTERRUPTED, "the flow process was stopped; its commits are kept")
+    if (isinstance(error, Stop) and error.flow_run_id) or is_end_requested():
+        return Ending(TrainingState.CANCELLED, str(error))
+    return Ending(TrainingState.INTERRUPTED, "the flow process was stopped; its commits are kept")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Training(Follower):
     """A call of ``elastic_train``: one run, trained by one attempt after the other.
 
@@ -157,25 +174,16 @@ class Training(Follower):
         self.cancelled = threading.Event()
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
+        self._state = TrainingState.CREATED
         self._called_at = time.monotonic()
         self._interruptions = count_signals()
         self._terminations = count_signals(signal.SIGTERM)
-        # From the first attempt to the end. There is no publisher if the settings turn reporting off.
-        self._runtime: TrainingProcesses | None = None
-        self._watch: FlowRunWatch
-        self._log: RunLog
-        self._publisher: Publisher | None = None
-        #: The spec of the previous attempt.
-        self._spec: DriverSpec | None = None
-        #: The context of the attempt's task run, and of the flows around it.
-        self._context: TaskRunContext | None = None
+        #: The flow runs around the current attempt.
         self._flows: list[FlowRunContext] = []
         #: Driver restarts that the run's records leave.
-        self._restarts_left = 0
+        self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
         self._idle_attempts = 0
-        #: The job continues without this process.
-        self._is_detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
@@ -189,28 +197,27 @@ class Training(Follower):
 
         After a retryable error, processes, cluster and report are kept for the next attempt. Otherwise they are closed.
         """
-        self._context = TaskRunContext.get()
         self._flows = list(enclosing_flows())
-        self._is_detached = False
         exit_with_flow_process(self._flows)
-        if self._runtime is None:
-            self._restarts_left = self.blocks.failures.driver_restarts
-            self._runtime = self._start()
+        if self._state is TrainingState.CREATED:
+            self._enter(TrainingState.RUNNING)
         try:
-            if self._idle_attempts:
-                self._wait_before_restart(self._runtime)
+            if self._state is TrainingState.WAITING:
+                self._prepare_restart()
+                self._enter(TrainingState.RUNNING)
             self._idle_attempts += 1
-            ended = self._run_driver(self._runtime)
+            ended = self._run_driver()
         except BaseException as error:
             self._log.close()
             if isinstance(error, AttemptFailedError) and error.retryable:
                 if self._may_retry():
+                    self._enter(TrainingState.WAITING)
                     self._log.note(f"A new driver follows: {error}", WARNING)
                     raise
                 error.final = True
-            return self._fail(self._runtime, error)
+            return self._fail(error)
         self._log.close()
-        self._finish(self._runtime, Ending(End.COMPLETED), is_published=ended.already_finished)
+        self._enter(TrainingState.COMPLETED, is_published=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -219,23 +226,82 @@ class Training(Follower):
         Do nothing if the last attempt has closed it. An attempt leaves that to the next one, which does not follow
         after, for example, a signal between the two. ``error`` is the exception that ends the call.
         """
-        if self._runtime is not None:
-            reason = error or Stop()
-            self._stop_lost_job(self._runtime, reason)
-            self._finish(self._runtime, classify_end(reason, self._is_detached, self._is_end_requested))
+        if self._state in _OPEN_STATES:
+            self._end(error or Stop())
 
-    def _fail(self, runtime: TrainingProcesses, error: BaseException) -> State[Any]:
+    def _enter(self, state: TrainingState, reason: str = "", is_published: bool = False) -> None:
+        """Change the state of the training.
+
+        The first attempt starts what the training owns until its end; a final state closes it.
+
+        Args:
+            state: The new state.
+            reason: The reason for a final state.
+            is_published: Another process has published the end.
+        """
+        if self._state is TrainingState.CREATED:
+            self._start()
+        self._state = state
+        if state in _OPEN_STATES:
+            return
+        try:
+            self._watch.close()
+            self._processes.close()
+        finally:  # also after the signal of a runner
+            if state is TrainingState.TAKEN_OVER:
+                self._publisher.abandon()
+            else:
+                self._publisher.end(state.value, reason, is_published or state is TrainingState.DETACHED)
+
+    def _start(self) -> None:
+        """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
+        settings = get_settings()
+        flow_run_ids = self.position.flow_run_ids
+        flow_run_id = flow_run_ids[0] if flow_run_ids else ""
+        report = RunReport(
+            run_name=self.request.run_name,
+            totals=self.request.totals,
+            score_attribute=self.blocks.checkpoints.score_attribute,
+            score_order=self.blocks.checkpoints.score_order,
+            flow_run_url=(url_for("flow-run", flow_run_id) if flow_run_id else "") or "",
+        )
+        self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
+        self._publisher = Publisher(
+            report,
+            interval_seconds=settings.report_interval_seconds,
+            storage_block=saved_name(self.blocks.storage),
+            flow_run_id=flow_run_id,
+            related=self.position.related,
+            on_error=self._log.note,
+        )
+        if settings.reporting:
+            self._publisher.start()
+        self._watch = FlowRunWatch(flow_run_ids, settings.flow_run_check_seconds)
+        self._processes = TrainingProcesses(settings, self)
+
+    def _end(self, error: BaseException) -> Ending:
+        """Stop the processes of the training, and publish its end, which this error has caused. Return the end.
+
+        Between two attempts, also stop the Ray job that the last attempt could no longer follow, unless it may continue
+        without this process.
+        """
+        if self._state is TrainingState.WAITING and not self._may_detach(error):
+            self._processes.stop_job()
+        ending = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
+        self._enter(*ending)
+        return ending
+
+    def _fail(self, error: BaseException) -> State[Any]:
         """Close the training after an error that no attempt follows: stop its processes, and publish its end.
 
         Return the state Cancelled for a cancelled training; otherwise raise the error.
         """
-        ending = classify_end(error, self._is_detached, self._is_end_requested)
-        self._finish(runtime, ending)
+        ending = self._end(error)
         if isinstance(error, Stop) and error.flow_run_id:
             error = self._flow_run_error(error)
-        if ending is not None and ending.end is End.CANCELLED and not self.submitted:
+        if ending.state is TrainingState.CANCELLED and not self.submitted:
             self.cancellation = error  # the flow raises it after its task is Cancelled
-            if (transaction := get_transaction()) is not None:  # an enclosing transaction would roll the state back
+            if transaction := get_transaction():  # an enclosing transaction would roll the state back
                 transaction.commit_mode = CommitMode.EAGER
             reason = ending.reason or "its flow process was stopped"
             hint = "a Retry of the flow run resumes from the last checkpoint, if any"
@@ -250,115 +316,57 @@ class Training(Follower):
         When no driver restarts are left, one more attempt may follow after a commit: an earlier attempt may no longer
         count by then, which the next driver finds out from the run directory.
         """
-        if self._context is None:
-            return False
+        context = TaskRunContext.get()
+        assert context is not None
         failures = self.blocks.failures
         left = max(self._restarts_left, failures.forgive_after_seconds > 0 and not self._idle_attempts)
-        self._context.task.retries = self._context.task_run.run_count - 1 + left
+        context.task.retries = context.task_run.run_count - 1 + left
         return left > 0 and self._idle_attempts <= failures.driver_restarts
 
-    def _start(self) -> TrainingProcesses:
-        settings = get_settings()
-        logger = get_logger("elastic_train") if self._context is None else get_run_logger()
-        self._log = RunLog(logger, settings.log_lines_per_second)
-        self._watch = FlowRunWatch(self.position.flow_run_ids, settings.flow_run_check_seconds)
-        return TrainingProcesses(settings, self)
+    def _prepare_restart(self) -> None:
+        """Wait for the delay before a driver restart, and load the saved blocks again.
 
-    def _finish(self, runtime: TrainingProcesses, ending: Ending | None, is_published: bool = False) -> None:
-        publisher = self._publisher
-        self._runtime = None
-        self._publisher = None
-        try:
-            self._watch.close()
-            runtime.close()
-        finally:  # also after the signal of a runner
-            if publisher is not None and ending is not None:
-                publisher.end(ending.end.value, ending.reason, is_published or ending.end is End.DETACHED)
-            elif publisher is not None:
-                publisher.abandon()
-
-    def _wait_before_restart(self, runtime: TrainingProcesses) -> None:
-        """Wait for the delay before a driver restart, and supervise the cluster meanwhile.
-
-        Prefect's own retry delay would not supervise it.
+        The cluster is supervised meanwhile, which Prefect's own retry delay would not do.
         """
-        delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
-        seconds = delay * random.uniform(1.0, 1.2)
-        self._log.note(f"The next driver starts in {seconds:.0f} s")
-        try:
-            runtime.wait(seconds)
-        except BaseException as reason:
-            self._stop_lost_job(runtime, reason)
-            raise
+        if self._idle_attempts:
+            delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
+            seconds = delay * random.uniform(1.0, 1.2)
+            self._log.note(f"The next driver starts in {seconds:.0f} s")
+            self._processes.wait(seconds)
+        self._reload_blocks()
 
-    def _stop_lost_job(self, runtime: TrainingProcesses, reason: BaseException) -> None:
-        """Stop the Ray job that the previous attempt could no longer follow.
-
-        Keep it if it may continue without this process after ``reason``, the exception that ends the training.
-        """
-        if not self._may_detach(reason):
-            runtime.stop_job()
-
-    def _run_driver(self, runtime: TrainingProcesses) -> AttemptEnded:
+    def _run_driver(self) -> AttemptEnded:
         """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error."""
         self.check_stop()
-        spec = self._next_spec()
-        if self._publisher is None and runtime.settings.reporting:
-            self._publisher = self._make_publisher(spec, runtime.settings.report_interval_seconds)
-        ended = runtime.run_attempt(spec)
-        if self._publisher is not None and not ended.sequence:
+        ended = self._processes.run_attempt(self._next_spec())
+        if not ended.sequence:
             # The driver sent no final event. The time since its last event is not counted.
             self._publisher.add(ended.model_copy(update={"at": self._publisher.report.last_event_at or ended.at}))
-        if ended.outcome is not Outcome.COMPLETED or ended.result is None:
-            loop_error = ended.outcome is Outcome.USER_ERROR and self._log.loop_error
-            raise attempt_error(spec.request.run_name, ended) from (
-                ElasticTrainError(loop_error) if loop_error else None
-            )
-        return ended
-
-    def _make_publisher(self, spec: DriverSpec, interval_seconds: float) -> Publisher:
-        flow_run_id = next(iter(self.position.flow_run_ids), "")
-        report = RunReport(
-            run_name=spec.request.run_name,
-            totals=spec.request.totals,
-            score_attribute=spec.checkpoints.score_attribute,
-            score_order=spec.checkpoints.score_order,
-            flow_run_url=(url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
-        )
-        return Publisher(
-            report,
-            interval_seconds=interval_seconds,
-            storage_block=spec.storage_block,
-            flow_run_id=flow_run_id,
-            related=self.position.related,
-            on_error=self._log.note,
-        )
+        if ended.outcome is Outcome.COMPLETED:
+            return ended
+        cause = self._log.loop_error if ended.outcome is Outcome.USER_ERROR else ""
+        raise attempt_error(self.request.run_name, ended) from (ElasticTrainError(cause) if cause else None)
 
     def _next_spec(self) -> DriverSpec:
-        """Return the spec of the next driver: run request, blocks and time limit.
-
-        Each attempt after the first loads the saved blocks again.
-        """
-        if self.request.resumed and not self.request.begun:  # perhaps in an earlier process
-            run = (self.request.run_name, self.request.owner.flow_run_id)
-            begun = query_prefect(lambda client: has_begun(client, *run))
-            self.request = replace(self.request, begun=bool(begun))
-        if self._spec is not None:
-            self._reload_blocks()
-        publisher = self._publisher
-        spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
-        if spec.storage_block and spec.storage.preflight and not self.request.known_storage[1]:
-            self._load_known_storage(prefect_key(spec.storage_block, "storage"))
-        left = self.timeout_seconds and self.timeout_seconds - time.monotonic() + self._called_at
-        self._spec = replace(spec, request=self.request, ends_at=time.time() + left if left else 0.0)
-        return self._spec
+        """Return the spec of the next driver: run request, blocks and time limit."""
+        request = self.request
+        if request.resumed and not request.begun:  # perhaps in an earlier process
+            begun = query_prefect(has_begun, request.run_name, request.owner.flow_run_id)
+            request = replace(request, begun=bool(begun))
+        storage_block = saved_name(self.blocks.storage)
+        if storage_block and self.blocks.storage.preflight and not request.known_storage[1]:
+            variable = prefect_key(storage_block, "storage")
+            uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
+            if uri is not None:  # else the next attempt tries again
+                request = replace(request, known_storage=(uri, variable))
+        self.request = request
+        ends_at = time.time() + self._called_at - time.monotonic() + self.timeout_seconds if self.timeout_seconds else 0
+        return driver_spec(request, self.blocks, previous_end=self._publisher.report.last_end, ends_at=ends_at)
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
         try:
-            loaded: dict[str, Any] = {
-                argument: load_block(argument, name) for argument, name in self.saved_blocks.items()
-            }
+            loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the API does
@@ -366,27 +374,10 @@ class Training(Follower):
             problem = f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}"
             self._log.note(f"{problem}. They are used as they were at the attempt before", WARNING)
             return
-        if any(dict(block) != dict(getattr(self.blocks, argument)) for argument, block in loaded.items()):
+        blocks = self.blocks._replace(**loaded)
+        if [*map(dict, blocks)] != [*map(dict, self.blocks)]:
             self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
-        self.blocks = self.blocks._replace(**loaded)
-
-    def _load_known_storage(self, variable: str) -> None:
-        """Read from a Prefect variable the storage URI of earlier trainings with the same saved block.
-
-        The URI and the variable are stored in the run request, unless the Prefect API does not answer.
-        """
-        uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-        if uri is not None:  # else the next attempt tries again
-            self.request = replace(self.request, known_storage=(uri, variable))
-
-    def _write_known_storage(self, uri: str) -> None:
-        known_uri, variable = self.request.known_storage
-        if not variable or known_uri == uri:
-            return
-        self.request = replace(self.request, known_storage=(uri, variable))
-        # Without ``_sync``, ``set`` returns a coroutine in an async flow.
-        write = partial(Variable.set, variable, uri, overwrite=True, _sync=True)  # type: ignore[call-arg]
-        query_prefect(lambda client: write())
+        self.blocks = blocks
 
     def on_event(self, event: Event, replayed: bool) -> None:
         """Log and publish an event of the driver, and count restarts and commits by it. Called by the supervisor.
@@ -398,9 +389,13 @@ class Training(Follower):
         elif isinstance(event, AttemptStarted):
             self._restarts_left = event.left.get("driver restart", self._restarts_left)
             self.request = replace(self.request, begun=True)
-            self._write_known_storage(event.run_uri.rpartition("/")[0])
-        if self._publisher is not None:
-            self._publisher.add(event, replayed)
+            known_uri, variable = self.request.known_storage
+            uri = event.run_uri.rpartition("/")[0]
+            if variable and uri != known_uri:
+                self.request = replace(self.request, known_storage=(uri, variable))
+                # Without ``_sync``, ``set`` returns a coroutine in an async flow.
+                query_prefect(lambda _: Variable.set(variable, uri, overwrite=True, _sync=True))  # type: ignore[call-arg]
+        self._publisher.add(event, replayed)
         self._log.event(event, replayed)
 
     def on_line(self, source: str, text: str) -> None:
@@ -435,37 +430,33 @@ class Training(Follower):
 
         It does after SIGTERM, unless the flow run is cancelled or failed.
         """
-        self._is_detached = self._may_detach(reason)
-        return self._is_detached
+        if self._may_detach(reason):
+            self._enter(TrainingState.DETACHING)
+        return self._state is TrainingState.DETACHING
 
     def logged_until(self) -> float:
         """Return the time up to which an earlier process has logged this training's events (seconds since the epoch).
 
         It is the current time if there is no such process, or if the Prefect API does not answer.
         """
-        query = partial(last_log_time, run_name=self.request.run_name, flow_run_ids=self.position.flow_run_ids)
-        return query_prefect(query) or time.time()
+        return query_prefect(last_log_time, self.request.run_name, self.position.flow_run_ids) or time.time()
 
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread
         # Prefect's own signal handler raises; in other threads only `count_signals` has the signal.
-        if isinstance(reason, TimeoutError) or (isinstance(reason, Stop) and reason.flow_run_id):
-            return False
         terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > self._terminations
-        return terminated and not self._is_end_requested()
+        return terminated and classify_end(reason, False, self._is_end_requested).state is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:
-        interrupted = self.cancelled.is_set() or count_signals() > self._interruptions
-        return interrupted or any(map(is_ending, self._flows))
+        return self.cancelled.is_set() or count_signals() > self._interruptions or any(map(is_ending, self._flows))
 
     def _is_end_requested(self) -> bool:
         """Query Prefect, and return True if a flow run around the training is cancelling, cancelled or failed.
 
         Also return True outside of flows, where no process would resume the training.
         """
-        ids = self.position.flow_run_ids
-        query = partial(outermost_ended_flow_run, flow_run_ids=ids)
-        return not ids or bool(query_prefect(query))
+        flow_run_ids = self.position.flow_run_ids
+        return not flow_run_ids or bool(query_prefect(outermost_ended_flow_run, flow_run_ids))
 
     def _flow_run_error(self, stop: Stop) -> AttemptFailedError:
         """Return the error to raise after a flow run around the training was cancelled or has ended.
@@ -475,16 +466,15 @@ class Training(Follower):
         # A runner signals a cancellation, which Prefect's engine recognizes, and sets the final state. A dead runner
         # does neither, and subflows have none. A subflow that is cancelled alone fails its parent.
         is_root = stop.flow_run_id == self.request.owner.flow_run_id
-        ids = self.position.flow_run_ids
-        ended = ids[: ids.index(stop.flow_run_id) + 1]  # with the subflows around the training
+        flow_run_ids = self.position.flow_run_ids
         has_runner = os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"
         deadline = time.monotonic() + (_SIGNAL_SECONDS if is_root and has_runner else 0)
         while time.monotonic() < deadline:
             if self._is_interrupted():
                 break
             time.sleep(0.1)
-        else:
-            query_prefect(lambda client: mark_cancelled(client, ended))
+        else:  # with the subflows around the training
+            query_prefect(mark_cancelled, flow_run_ids[: flow_run_ids.index(stop.flow_run_id) + 1])
         error_type = SilentEndError if is_root else AttemptFailedError
         return error_type(f"training {self.request.run_name!r} was stopped: {stop}", outcome=Outcome.CANCELLED)
 
@@ -503,12 +493,9 @@ def attempt_error(run_name: str, ended: AttemptEnded) -> AttemptFailedError:
 
     It is a SilentEndError if another process has taken over the run, and a TrainingTimeoutError after the time limit.
     """
-    if ended.outcome is Outcome.SUPERSEDED:
-        # The other process sets the state of the flow run.
-        return SilentEndError(f"training {run_name!r}: {ended.message}", outcome=ended.outcome)
     attempt = f"attempt {ended.attempt}" if ended.attempt else "the driver"
-    error_type = TrainingTimeoutError if ended.outcome is Outcome.TIMED_OUT else AttemptFailedError
-    return error_type(
+    error_types = {Outcome.SUPERSEDED: SilentEndError, Outcome.TIMED_OUT: TrainingTimeoutError}
+    return error_types.get(ended.outcome, AttemptFailedError)(
         f"training {run_name!r}, {attempt}: {ended.outcome.value}: {ended.message}",
         outcome=ended.outcome,
         attempt=ended.attempt,

@@ -139,15 +139,15 @@ def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Tra
     """Check the arguments of ``elastic_train``, load the blocks, and return the numbered training, not yet started."""
     check_options(options)
     get_settings()  # raises if a setting is not allowed, even if no block is looked up
-    values: dict[str, Any] = {argument: value for argument, value in options.items() if argument in Blocks._fields}
-    if isinstance(values.get("storage"), Path):
-        values["storage"] = os.path.abspath(values["storage"])
-    loaded = {argument: load_block(argument, values.get(argument)) for argument in Blocks._fields}
-    saved = {
-        argument: saved_name(block)
-        for argument, block in loaded.items()
-        if saved_name(block) and block is not values.get(argument)
-    }
+    values: dict[str, Any] = {**options}
+    loaded: dict[str, Any] = {}
+    saved: dict[str, str] = {}
+    for argument in Blocks._fields:
+        value = values.get(argument)
+        block = load_block(argument, os.path.abspath(value) if isinstance(value, Path) else value)
+        loaded[argument] = block
+        if block is not value and saved_name(block):
+            saved[argument] = saved_name(block)
     payload = pickle_payload(make_payload(train_loop, options))
     position = count_training()  # after the checks, so that a refused training is not counted
     request = make_request(train_loop, options, payload, position)

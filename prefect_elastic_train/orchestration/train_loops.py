@@ -1,7 +1,5 @@
 """Train loops by name, as users type them in a form or a shell: ``package.module:function`` or ``file.py:function``."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

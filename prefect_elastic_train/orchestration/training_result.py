@@ -12,7 +12,7 @@ from prefect_elastic_train.core.outcomes import CheckpointGoneError, Configurati
 from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.opening import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,25 +89,21 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
         StorageFaultError: The storage refuses, or does not answer for too long.
     """
     settings = _storage_settings(uri, storage)
-    if isinstance(settings, LocalStorageSettings):
-        if not Path(uri).is_dir():
-            raise _missing_error(uri, Path(uri).parent.joinpath(layout.RUN).exists())
-        yield Path(uri)
-        return
+    run_uri, _, name = uri.rstrip("/").rpartition("/")
+    run = Storage(settings).folder(run_uri.partition("://")[2] or run_uri)
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-        run, _, name = uri.partition("://")[2].strip("/").rpartition("/")
-        store = open_storage(settings).folder(run)
         try:
-            store.download(name, directory)
+            if not isinstance(settings, LocalStorageSettings):
+                run.download(name, directory)
+            elif Path(uri).is_dir():
+                directory = uri
+            else:
+                raise FileNotFoundError(uri)
         except FileNotFoundError as error:
-            raise _missing_error(uri, store.size(layout.RUN) is not None) from error
+            if run.size(layout.RUN) is not None:
+                raise CheckpointGoneError(f"{uri}: the run has no such checkpoint, or no longer") from error
+            raise FileNotFoundError(f"{uri}: there is no such checkpoint, and no run that it could be of") from error
         yield Path(directory)
-
-
-def _missing_error(uri: str, has_run: bool) -> FileNotFoundError:
-    if has_run:
-        return CheckpointGoneError(f"{uri}: the run has no such checkpoint, or no longer")
-    return FileNotFoundError(f"{uri}: there is no such checkpoint, and no run that it could be of")
 
 
 def _storage_settings(uri: str, storage: StorageBlock | str | None) -> StorageSettings:

@@ -1,8 +1,7 @@
 """Certificate of a rehearsal, as JSON, Markdown and an HTML page."""
 
-from __future__ import annotations
-
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,19 +41,20 @@ class InjectedFault(BaseModel, frozen=True):
         return f"recovered after {self.seconds:g} s; workers: {self.workers}, repeated reports: {self.redone}"
 
 
-class Problem(BaseModel, frozen=True):
+@dataclass(frozen=True)
+class Problem:
     """Problem of the train loop or of the rehearsal, for the certificate.
 
     Attributes:
-        level: "fail" if the certificate cannot pass with it.
         about: Title, one of the table in docs/rehearsal.md.
         remedy: Advice for the user; empty if there is none.
+        level: "fail" if the certificate cannot pass with it.
     """
 
-    level: Literal["fail", "warn"] = "fail"
     about: str
     message: str
     remedy: str = ""
+    level: Literal["fail", "warn"] = "fail"
 
     @property
     def markdown(self) -> str:

@@ -1,7 +1,5 @@
 """Comparison of two checkpoints by the arrays in their files. Imports nothing of the package, which wrote them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -11,7 +9,6 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import numpy as np
 
@@ -110,9 +107,6 @@ def _flatten(value: Any, name: str) -> Arrays:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
-    if hasattr(value, "state_dict") and not isinstance(value, type):
-        with suppress(Exception):
-            value = value.state_dict()
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -167,8 +161,7 @@ def _read_orbax(index: Path) -> Any:
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,
     "_METADATA": _read_orbax,
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _read_torch),
-    **dict.fromkeys(("", ".tar"), lambda file: _read_torch(file) if is_zipfile(file) else {}),
+    **dict.fromkeys((".pt", ".pth", ".tar", ".bin", ".ckpt"), _read_torch),
     **dict.fromkeys((".npz", ".npy"), np.load),  # refuses pickled objects
     ".safetensors": lambda file: import_module("safetensors.numpy").load_file(file),
 }

@@ -1,17 +1,14 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from prefect_elastic_train.core.causes import short_message
+from prefect_elastic_train.core.causes import Cause, format_ranks
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal.certificate import Problem
 from prefect_elastic_train.rehearsal.checker import (
+    Arrays,
     float_arrays,
     is_performance_metric,
     largest_difference,
@@ -65,23 +62,13 @@ class _ReportPair(NamedTuple):
         """True if both reports have a checkpoint."""
         return bool(self.undisturbed.checkpoint and self.disturbed.checkpoint)
 
-    @property
-    def has_result(self) -> bool:
-        """True if the two reports share a metric that is neither a counter nor about performance."""
-        names = self.undisturbed.metrics.keys() & self.disturbed.metrics.keys()
-        return not all(name in COUNTERS or is_performance_metric(name) for name in names)
-
 
 class _Gap(NamedTuple):
-    """Difference of two trainings at one pair of reports: of the state in their checkpoints, or of their metrics.
-
-    Metrics are compared if no state can be read.
-    """
+    """Difference of two trainings at one pair of reports: of the state in their checkpoints, or of their metrics."""
 
     pair: _ReportPair
     size: float
     location: str
-    is_state: bool
 
 
 def diagnose_undisturbed(trace: Trace) -> list[Problem]:
@@ -90,74 +77,73 @@ def diagnose_undisturbed(trace: Trace) -> list[Problem]:
     The problem is a failed worker, no checkpoint, or a long time between two checkpoints.
     """
     if trace.worker_failures:
-        return [_diagnose_failure(trace.worker_failures[0].errors)]
+        return [_diagnose_failure(trace.worker_failures[0].causes)]
     if not trace.saves:
         seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
-        message = f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress"
-        remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes"
-        return [Problem(about="never saves", message=message, remedy=remedy)]
-    interval = trace.save_interval()
+        return [
+            Problem(
+                "never saves",
+                f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress",
+                "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes",
+            )
+        ]
+    interval = (trace.reports[trace.saves[-1]].at - trace.started_at) / len(trace.saves)
     save_seconds = max(trace.stall_seconds / len(trace.saves), _MIN_SAVE_SECONDS)
     best = max(best_interval(save_seconds, _SECONDS_BETWEEN_FAILURES), _MIN_BEST_INTERVAL_SECONDS)
     if interval < _RARE_FACTOR * best:
         return []
-    message = f"it saves each {interval:.0f} s, and a save blocks the loop for {save_seconds:.2g} s"
-    remedy = f"with one failure an hour, a save each {best:.0f} s loses least; a session's save_every='auto' finds it"
-    return [Problem(level="warn", about="saves rarely", message=message, remedy=remedy)]
-
-
-def compare_trainings(
-    undisturbed: Trace,
-    disturbed: Trace,
-    undisturbed_folder: Path,
-    disturbed_folder: Path,
-    tolerance: float = RESIZE_TOLERANCE,
-) -> Comparison:
-    """Compare a training under faults with the undisturbed one, at reports of the same progress.
-
-    Args:
-        undisturbed, disturbed: Traces of the undisturbed training and of the training under faults.
-        undisturbed_folder, disturbed_folder: Run directories of the two trainings.
-        tolerance: Limit of the difference at the first checkpoint after the number of workers has changed.
-    """
-    pairs = _pair_reports(undisturbed, disturbed)
-    if any(undisturbed_folder.glob(f"*/{SESSION_FILE}")):
-        # A session reports means over the steps since its last report, whose number varies between checkpoints.
-        pairs = [pair for pair in pairs if pair.is_saved]
-    ignored = disturbed.ignored_checkpoint
-    problems = [Problem(about="ignores its checkpoint", message=ignored)] if ignored else []
-    if not pairs:
-        message = "the two trainings have no report of the same progress"
-        not_comparable = Problem(about=_NOT_COMPARABLE, message=message, remedy=_SAME_PROGRESS_REMEDY)
-        return Comparison(message, problems or [not_comparable], None, {}, {})
-    comparer = _Comparer(undisturbed, disturbed, undisturbed_folder, disturbed_folder, pairs, tolerance)
-    summary, problem = comparer.compare()
-    differences = [gap.size for gap in comparer.gaps if gap.is_state]
-    if not differences:
-        summary = f"no checkpoint of both could be read, so the metrics were compared: {summary}"
-    if not (problem or differences or any(pair.has_result for pair in pairs)):
-        message = "no array of both checkpoints could be read, and the only metrics are counters"
-        problem = Problem(about=_NOT_COMPARABLE, message=message, remedy="report the loss, too")
-    if problem and not problems:
-        problems = [problem]
-    last = max(pairs, key=lambda pair: pair.report_index)
-    return Comparison(
-        summary, problems, max(differences, default=None), last.disturbed.metrics, last.undisturbed.metrics
-    )
-
-
-def _pair_reports(undisturbed: Trace, disturbed: Trace) -> list[_ReportPair]:
-    """Return the pairs of reports of two trainings that have the same progress, in the order of progress."""
-    counter = undisturbed.counter()
-    reports = {undisturbed.progress(index, counter): report for index, report in enumerate(undisturbed.reports)}
-    indices = {disturbed.progress(index, counter): index for index in range(len(disturbed.reports))}
     return [
-        _ReportPair(indices[progress], reports[progress], disturbed.reports[indices[progress]])
-        for progress in sorted(reports.keys() & indices.keys())
+        Problem(
+            "saves rarely",
+            f"it saves each {interval:.0f} s, and a save blocks the loop for {save_seconds:.2g} s",
+            f"with one failure an hour, a save each {best:.0f} s loses least; a session's save_every='auto' finds it",
+            "warn",
+        )
     ]
 
 
-@dataclass
+def compare_trainings(undisturbed: Trace, disturbed: Trace, tolerance: float = RESIZE_TOLERANCE) -> Comparison:
+    """Compare a training under faults with the undisturbed one, at reports of the same progress.
+
+    Args:
+        undisturbed: Trace of the undisturbed training.
+        disturbed: Trace of the training under faults.
+        tolerance: Limit of the difference at the first checkpoint after the number of workers has changed.
+    """
+    comparer = _Comparer(undisturbed, disturbed, tolerance)
+    pairs = comparer.pairs
+    ignored = disturbed.ignored_checkpoint
+    problems = [Problem("ignores its checkpoint", ignored)] if ignored else []
+    # A session reports means over the steps since its last report, whose number varies between checkpoints.
+    has_session = any(undisturbed.folder.glob(f"*/{SESSION_FILE}"))
+    if not pairs or (has_session and not comparer.has_state):
+        message = "the two trainings have no report of the same progress that can be compared"
+        not_comparable = Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
+        return Comparison(message, problems or [not_comparable], None, {}, {})
+    summary, problem = comparer.compare()
+    if not comparer.has_state:
+        summary = f"no checkpoint of both could be read, so the metrics were compared: {summary}"
+        names = {name for pair in pairs for name in pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys()}
+        if not problem and all(name in COUNTERS or is_performance_metric(name) for name in names):
+            message = "no array of both checkpoints could be read, and the only metrics are counters"
+            problem = Problem(_NOT_COMPARABLE, message, "report the loss, too")
+    if problem and not problems:
+        problems = [problem]
+    difference = max(gap.size for gap in comparer.gaps) if comparer.has_state else None
+    return Comparison(summary, problems, difference, pairs[-1].disturbed.metrics, pairs[-1].undisturbed.metrics)
+
+
+def _pair_reports(undisturbed: Trace, disturbed: Trace) -> list[_ReportPair]:
+    """Return the pairs of reports of two trainings that have the same progress."""
+    counter = undisturbed.counter()
+    reports = {undisturbed.progress(index, counter): report for index, report in enumerate(undisturbed.reports)}
+    return [
+        _ReportPair(index, reports[progress], report)
+        for index, report in enumerate(disturbed.reports)
+        if (progress := disturbed.progress(index, counter)) in reports
+    ]
+
+
 class _Comparer:
     """Comparison of a training under faults with the undisturbed one, one worker group after the other.
 
@@ -166,80 +152,86 @@ class _Comparer:
     is compared.
 
     Attributes:
-        pairs: The reports to compare.
+        pairs: The reports of the same progress.
+        has_state: True if the states in the checkpoints are compared. If none of both can be read, the metrics are.
         gaps: The differences that were computed.
     """
 
-    undisturbed: Trace
-    disturbed: Trace
-    undisturbed_folder: Path
-    disturbed_folder: Path
-    pairs: Sequence[_ReportPair]
-    tolerance: float
-    gaps: list[_Gap] = field(default_factory=list)
+    def __init__(self, undisturbed: Trace, disturbed: Trace, tolerance: float) -> None:
+        self._undisturbed = undisturbed
+        self._disturbed = disturbed
+        self.pairs = _pair_reports(undisturbed, disturbed)
+        states = (self._states(pair) for pair in self.pairs if pair.is_saved)
+        self.has_state = any(left.keys() & right.keys() for left, right in states)
+        self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
+        self.gaps: list[_Gap] = []
 
     def compare(self) -> tuple[str, Problem | None]:
         """Compare the two trainings. Return a summary of the comparison, and the first problem or None."""
-        sizes = [self.undisturbed.reports[0].world_size]
+        sizes = [self._undisturbed.reports[0].world_size]
         previous = 0.0
-        for group, size in self.disturbed.group_sizes.items():
+        for group, size in self._disturbed.group_sizes.items():
             sizes.append(size)
             is_same_size = len({*sizes}) == 1
-            pairs = [pair for pair in self.pairs if pair.disturbed.group == group]
-            for gap in self._gaps_since_equal_state(pairs) if is_same_size else self._first_gaps(pairs):
+            limit = max(_SAME_SIZE_TOLERANCE if is_same_size else self._tolerance, _MAX_GROWTH * previous)
+            of_group = [pair for pair in self.pairs if pair.disturbed.group == group]
+            pairs = [pair for pair in of_group if pair.is_saved or not self.has_state]
+            for gap in self._gaps(pairs, is_same_size):
                 self.gaps.append(gap)
-                limit = _SAME_SIZE_TOLERANCE if is_same_size else self._resize_tolerance(gap)
-                if gap.size > max(limit, _MAX_GROWTH * previous):
-                    return self._explain(gap, pairs[0], sizes)
-            if pairs:
-                previous = (self.gaps[-1] if is_same_size else self._gap(pairs[-1])).size
+                if gap.size > limit:
+                    return self._explain(gap, of_group[0], sizes)
+            if pairs and (last := self._gap(pairs[-1], is_same_size)):
+                previous = last.size
         return self._summarize()
 
-    def _resize_tolerance(self, gap: _Gap) -> float:
-        return self.tolerance if gap.is_state else max(self.tolerance, _METRIC_TOLERANCE)
+    def _gaps(self, pairs: Sequence[_ReportPair], is_same_size: bool) -> list[_Gap]:
+        """Return the differences of the two trainings in one worker group.
 
-    def _gaps_since_equal_state(self, pairs: Sequence[_ReportPair]) -> list[_Gap]:
-        """Return the differences of the two trainings at pairs of reports, from the last pair with equal states on.
-
-        Only states are compared. If none can be read, the differences of the metrics of all pairs are returned.
+        While the number of workers is that of the undisturbed training, these are at the pairs of reports from the last
+        one with equal states on. Otherwise it is the first one with checkpoints: of metrics, all up to that, two at
+        least.
         """
+        if not (is_same_size or self.has_state):
+            first_saved = next((number for number, pair in enumerate(pairs, 1) if pair.is_saved), 2)
+            pairs = pairs[: max(first_saved, 2)]
         gaps: list[_Gap] = []
-        for pair in reversed(pairs):
-            gaps.insert(0, self._gap(pair, is_same_size=True))
-            if gaps[0].is_state and not gaps[0].size:
-                break
-        return [gap for gap in gaps if gap.is_state] or gaps
+        for pair in pairs if self.has_state and not is_same_size else reversed(pairs):
+            if gap := self._gap(pair, is_same_size):
+                gaps.insert(0, gap)
+                if self.has_state and not (is_same_size and gap.size):
+                    break
+        return gaps
 
-    def _first_gaps(self, pairs: Sequence[_ReportPair]) -> list[_Gap]:
-        """Return the difference of the two trainings at the first pair of reports with checkpoints, as a list.
+    def _gap(self, pair: _ReportPair, is_same_size: bool) -> _Gap | None:
+        """Return the difference of the two trainings at a pair of reports: in checkpoints, or else in metrics.
 
-        If the states cannot be read, return the differences of the metrics up to that pair, of two pairs at least.
+        Return None for checkpoints without a common array.
         """
-        first_saved = next((number for number, pair in enumerate(pairs, 1) if pair.is_saved), 2)
-        gaps = [self._gap(pair) for pair in pairs[: max(first_saved, 2)]]
-        return [gap for gap in gaps if gap.is_state][:1] or gaps
+        if not self.has_state:
+            difference = largest_difference(pair.undisturbed.metrics, pair.disturbed.metrics)
+            return _Gap(pair, difference.size, f"metric {difference.name}")
+        left, right = self._states(pair)
+        if not left.keys() & right.keys():
+            return None
+        if is_same_size:
+            return _Gap(pair, *largest_difference(left, right))
+        # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
+        return _Gap(pair, norm_difference(left, right), "the state")
 
-    def _gap(self, pair: _ReportPair, is_same_size: bool = False) -> _Gap:
-        """Return the difference of the two trainings at a pair of reports: in checkpoints, or else in metrics."""
-        if pair.is_saved:
-            left = float_arrays(read_arrays(self.undisturbed_folder / pair.undisturbed.checkpoint))
-            right = float_arrays(read_arrays(self.disturbed_folder / pair.disturbed.checkpoint))
-            if left.keys() & right.keys():
-                if is_same_size:
-                    return _Gap(pair, *largest_difference(left, right), is_state=True)
-                # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
-                return _Gap(pair, norm_difference(left, right), "the state", is_state=True)
-        difference = largest_difference(pair.undisturbed.metrics, pair.disturbed.metrics)
-        return _Gap(pair, difference.size, f"metric {difference.name}", is_state=False)
+    def _states(self, pair: _ReportPair) -> tuple[Arrays, Arrays]:
+        """Return the arrays of floats in the two checkpoints of a pair of reports."""
+        undisturbed = read_arrays(self._undisturbed.folder / pair.undisturbed.checkpoint)
+        disturbed = read_arrays(self._disturbed.folder / pair.disturbed.checkpoint)
+        return float_arrays(undisturbed), float_arrays(disturbed)
 
     def _summarize(self) -> tuple[str, Problem | None]:
         """Return a summary if no difference is too large, and a problem if no report after a fault was compared."""
         last = self.gaps[-1].pair
-        resumed = [*self.disturbed.group_sizes][1:]
+        resumed = [*self._disturbed.group_sizes][1:]
         beyond = [group for group in resumed if group > last.disturbed.group]
         if resumed and resumed == beyond:
             message = "no report or checkpoint after a fault has the same progress as an undisturbed one"
-            return message, Problem(about=_NOT_COMPARABLE, message=message, remedy=_SAME_PROGRESS_REMEDY)
+            return message, Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
         largest = max(gap.size for gap in self.gaps)
         same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
         summary = f"{same} after {last.report_index + 1} reports"
@@ -263,30 +255,30 @@ class _Comparer:
             "undisturbed training"
         )
         if sizes[-1] != sizes[-2]:
-            about = "depends on the world size"
             history = ", then ".join(map(str, sizes[1:]))
-            message = f"it had trained with {history} workers, not {sizes[0]} throughout"
-            remedy = (
+            problem = Problem(
+                "depends on the world size",
+                f"{summary}; it had trained with {history} workers, not {sizes[0]} throughout",
                 "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
                 f"order of samples a function of seed and step: {_SESSION_REMEDY}; if each rank computes statistics of "
-                "its own samples, as torch's BatchNorm does, use statistics of all ranks, such as SyncBatchNorm"
+                "its own samples, as torch's BatchNorm does, use statistics of all ranks, such as SyncBatchNorm",
             )
         elif len(sizes) == 2:
-            about = "not deterministic"
-            message = "no fault had been injected yet: two undisturbed trainings differ"
-            remedy = (
+            problem = Problem(
+                "not deterministic",
+                f"{summary}; no fault had been injected yet: two undisturbed trainings differ",
                 "seed the model, the order of the data and every random generator, with the same seed each time; "
                 "synchronize the model of several workers (torch: prepare_model); and let GPUs add in a fixed order: "
-                "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+                "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true",
             )
         else:
-            about = "does not restore all state"
-            message = _explain_lost_state(first)
-            remedy = (
+            problem = Problem(
+                "does not restore all state",
+                f"{summary}; {_explain_lost_state(first)}",
                 "save and restore model, optimizer, schedule, random states and the position in the data: "
-                f"{_SESSION_REMEDY}"
+                f"{_SESSION_REMEDY}",
             )
-        return summary, Problem(about=about, message=f"{summary}; {message}", remedy=remedy)
+        return summary, problem
 
 
 def _explain_lost_state(first: _ReportPair) -> str:
@@ -307,17 +299,16 @@ def _explain_lost_state(first: _ReportPair) -> str:
     )
 
 
-def _diagnose_failure(errors: dict[str, str]) -> Problem:
+def _diagnose_failure(causes: Sequence[Cause]) -> Problem:
     """Return the problem of a loop that fails undisturbed: ranks that wait in ``report()``, or another error.
 
     Args:
-        errors: Error of each failed rank.
+        causes: The causes of the failure.
     """
-    waiting = [rank for rank, error in errors.items() if "HungLoopError" in error and "in report\n" in error]
-    if waiting:
-        message = f"rank {', '.join(waiting)} waited in report() for the other ranks, which did not call it"
-        remedy = "have all ranks call ray.train.report() equally often"
-        return Problem(about="reports unequally", message=message, remedy=remedy)
-    message = short_message(next(iter(errors.values()), "no error was reported"))
-    remedy = "report more often, or give more minutes" if "HungLoopError" in message else ""
-    return Problem(about="fails undisturbed", message=message, remedy=remedy)
+    hung = [cause for cause in causes if "HungLoopError" in cause.message and "in report\n" in cause.traceback]
+    if hung:
+        waiting = format_ranks(rank for cause in hung for rank in cause.ranks)
+        message = f"{waiting} waited in report() for the other ranks, which did not call it"
+        return Problem("reports unequally", message, "call ray.train.report() on all ranks alike")
+    message = causes[0].message if causes else "no error was reported"
+    return Problem("fails undisturbed", message)

@@ -1,7 +1,6 @@
 """Scenarios of a rehearsal: an undisturbed training, and one into which faults are injected."""
 
-from __future__ import annotations
-
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,7 +40,8 @@ class FaultInjector:
 
     Attributes:
         faults: The faults that are left to inject.
-        is_far_enough: Returns True if a training with this trace may stop, unless it is recovering from a fault.
+        counter: Name of the metric that counts the progress; empty: none.
+        target: Progress at a checkpoint with which the training may stop, unless it is recovering from a fault.
         timeout_seconds: Time limit for the recovery from a fault, and from there to the next fault.
         log: Called with each line of progress.
         injected: The faults that were injected.
@@ -49,7 +49,8 @@ class FaultInjector:
 
     sandbox: Sandbox
     faults: list[PlannedFault]
-    is_far_enough: Callable[[Trace], bool]
+    counter: str
+    target: float
     timeout_seconds: float
     log: Callable[[str], None]
     injected: list[InjectedFault] = field(default_factory=list)
@@ -62,7 +63,7 @@ class FaultInjector:
         """
         min_save = 0
         since = time.monotonic()
-        while not self.is_far_enough(trace):
+        while not trace.saves or trace.progress(trace.saves[-1], self.counter) < self.target:
             waited = time.monotonic() - since
             if waited > self.timeout_seconds:
                 return
@@ -87,19 +88,12 @@ class FaultInjector:
         self.log(f"{fault.kind}: {description}")
         recovered = False
         try:
-            while not recovered:
-                seconds = time.time() - began_at
-                if seconds > self.timeout_seconds:
-                    break
+            while not recovered and time.time() - began_at <= self.timeout_seconds:
                 yield
-                if seconds > _OUTAGE_SECONDS:
-                    self.sandbox.outage.unlink(missing_ok=True)
-                if seconds > _DRAIN_SECONDS:
-                    self._remove_draining_node()
+                self._end_fault(time.time() - began_at)
                 recovered = self._has_recovered(fault, before, trace)
         finally:
-            self.sandbox.outage.unlink(missing_ok=True)
-            self._remove_draining_node()
+            self._end_fault(math.inf)
             if recovered or not trace.is_complete:  # else the loop returned too early, and the next training repeats it
                 times = [began_at, *(at for at in trace.progress_times if at > began_at)]
                 pause = max((later - earlier for earlier, later in pairwise(times)), default=time.time() - began_at)
@@ -166,9 +160,15 @@ class FaultInjector:
         self._draining_node = node_id
         return f"a node was drained, and killed after {_DRAIN_SECONDS:g} s"
 
-    def _remove_draining_node(self) -> None:
-        """Kill the node of the sandbox that is being drained, if there is one."""
-        if self._draining_node:
+    def _end_fault(self, seconds: float) -> None:
+        """End an outage of the storage, and kill a drained node, if the fault was injected long enough ago.
+
+        Args:
+            seconds: Time since the injection.
+        """
+        if seconds > _OUTAGE_SECONDS:
+            self.sandbox.outage.unlink(missing_ok=True)
+        if seconds > _DRAIN_SECONDS and self._draining_node:
             self._remove_node(self._draining_node)
             self._draining_node = ""
 

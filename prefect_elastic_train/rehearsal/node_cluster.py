@@ -7,15 +7,12 @@ Uses ``ray.cluster_utils.Cluster``, with which Ray tests itself, and ``ray._rayl
 function that drains a node.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
@@ -24,8 +21,6 @@ from prefect_elastic_train.supervisor import fork_server
 from prefect_elastic_train.supervisor.raylet_patches import patch_raylet_start
 
 COMMAND = (sys.executable, "-m", "prefect_elastic_train.rehearsal.node_cluster")
-#: Begins a line with a result: Ray prints to standard output, too.
-_RESULT = b"@result "
 _REQUEST_TIMEOUT_SECONDS = 120.0
 
 
@@ -77,16 +72,13 @@ class NodeCluster:
         """
         stdin = self._process.stdin
         stdout = self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        deadline = time.monotonic() + _REQUEST_TIMEOUT_SECONDS
+        assert stdin
+        assert stdout
         try:
             stdin.write(json.dumps({"method": method, **arguments}).encode() + b"\n")
             stdin.flush()
-            while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                line = stdout.readline() or _RESULT  # at the end of the output: raises ValueError below
-                if line.startswith(_RESULT):
-                    return json.loads(line.removeprefix(_RESULT))
+            if select.select([stdout], [], [], _REQUEST_TIMEOUT_SECONDS)[0]:
+                return json.loads(stdout.readline())  # a ValueError at the end of the output
         except (BrokenPipeError, ValueError) as error:
             raise NodeClusterError(f"the Ray cluster exited during the request {method!r}") from error
         raise NodeClusterError(f"the Ray cluster did not answer {method!r} within {_REQUEST_TIMEOUT_SECONDS:g} s")
@@ -153,21 +145,24 @@ class _Server:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def serve(requests: Iterable[str], framework: str = "none") -> None:
+def serve(framework: str = "none") -> None:
     """Own a rehearsal's Ray cluster: carry out requests until their end, and print a line with the result of each.
 
+    A request is a line of standard input: a JSON object with the name of a method of :class:`_Server` and its
+    arguments.
+
     Args:
-        requests: Requests, one JSON object a line, with the name of a method of :class:`_Server` and its arguments.
         framework: Framework that the fork servers import.
     """
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray prints to standard output, too
     patch_raylet_start()
     server = _Server(framework)
-    for line in requests:
+    for line in sys.stdin:
         request = json.loads(line)
         result = getattr(server, request.pop("method"))(**request)
-        sys.stdout.buffer.write(_RESULT + json.dumps(result).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        print(json.dumps(result), file=results, flush=True)
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, *sys.argv[1:])
+    serve(*sys.argv[1:])

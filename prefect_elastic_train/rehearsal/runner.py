@@ -49,7 +49,6 @@ _UNDISTURBED_STALL_SECONDS = 60.0
 _MIN_STALL_SECONDS = 15.0
 #: Stall timeout of a training under faults, relative to the longest time between two reports.
 _STALL_FACTOR = 2.0
-_MAX_WAIT_SECONDS = 5.0
 _RECOVERY_SECONDS = 120.0
 _MAX_TRAININGS = 5
 #: A rehearsal is stopped after this many times its ``minutes``.
@@ -150,7 +149,7 @@ def _saved_at_end(certificate: Certificate, save_to: str | Path | None) -> Itera
         yield
     except BaseException as error:
         message = f"{type(error).__name__} {error}".strip()
-        certificate.add(Problem(about="rehearsal incomplete", message=message))
+        certificate.add(Problem("rehearsal incomplete", message))
         raise
     finally:
         certificate.seconds = round(time.time() - certificate.at, 1)
@@ -180,25 +179,20 @@ class _Rehearsal:
         self.log("starting a cluster")
         self.sandbox.open()
         self.log("training undisturbed")
-        seconds = self._undisturbed_seconds
+        seconds = max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
         scenario = partial(run_undisturbed, seconds=seconds)
         trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
         self.certificate.add(*diagnose_undisturbed(trace))
-        if not trace.saves or trace.worker_failures:
+        if not self.certificate.passed:
             self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
             return
-        max_wait = min(_MAX_WAIT_SECONDS, trace.save_interval())
-        faults = schedule_faults(kinds, self.certificate.seed, max_wait, self.sandbox.can_shrink)
-        self._train_under_faults(trace, faults)
+        faults = schedule_faults(kinds, self.certificate.seed, self.sandbox.can_shrink)
+        self._train_under_faults(trace, faults, _RECOVERY_SECONDS + seconds)
 
-    @property
-    def _undisturbed_seconds(self) -> float:
-        return max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
-
-    def _train_under_faults(self, undisturbed: Trace, faults: list[PlannedFault]) -> None:
+    def _train_under_faults(self, undisturbed: Trace, faults: list[PlannedFault], recovery_seconds: float) -> None:
         """Train the loop under faults, several times if needed, and compare each training with the undisturbed one.
 
         No other training follows when all faults are injected, the loop does not recover, a training had no fault, or
@@ -210,53 +204,44 @@ class _Rehearsal:
         times = [undisturbed.started_at, *(report.at for report in undisturbed.reports)]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
-        timeout = _RECOVERY_SECONDS + stall_timeout + self._undisturbed_seconds
         comparisons: list[Comparison] = []
-
-        def is_far_enough(trace: Trace) -> bool:
-            return bool(trace.saves) and trace.progress(trace.saves[-1], counter) >= target
-
         for number in range(1, _MAX_TRAININGS + 1):
             if faults[0].kind == GROWTH:  # the previous training ended between the loss of a node and the growth
                 faults.insert(0, faults[0]._replace(kind=NODE))
             self.log(f"training under faults: {', '.join(fault.kind for fault in faults)}")
-            name = f"disturbed-{number}"
-            injector = FaultInjector(self.sandbox, faults, is_far_enough, timeout, self.log)
-            trace = self.sandbox.train(name, len(faults), stall_timeout, injector.inject_faults)
+            injector = FaultInjector(self.sandbox, faults, counter, target, recovery_seconds + stall_timeout, self.log)
+            trace = self.sandbox.train(f"disturbed-{number}", len(faults), stall_timeout, injector.inject_faults)
             self.certificate.faults += injector.injected
             if trace.failure:
-                self.certificate.add(Problem(about="does not recover", message=trace.failure))
+                self.certificate.add(Problem("does not recover", trace.failure))
             if trace.reports:
-                comparisons.append(self._compare(undisturbed, trace, self.sandbox.folder / name))
-            shutil.rmtree(self.sandbox.folder / name, ignore_errors=True)
+                comparisons.append(self._compare(undisturbed, trace))
+            shutil.rmtree(trace.folder, ignore_errors=True)
             if trace.failure or not faults or not injector.injected or time.time() > self.sandbox.ends_at:
                 break
         if faults:
-            message = f"not injected: {', '.join(fault.kind for fault in faults)}"
-            remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
-            self.certificate.add(Problem(about="rehearsal incomplete", message=message, remedy=remedy))
+            self.certificate.add(
+                Problem(
+                    "rehearsal incomplete",
+                    f"not injected: {', '.join(fault.kind for fault in faults)}",
+                    "give it more minutes, and a config with which the loop trains longer and saves more often",
+                )
+            )
         if comparisons:
             self._record_worst(comparisons)
 
-    def _compare(self, undisturbed: Trace, trace: Trace, folder: Path) -> Comparison:
+    def _compare(self, undisturbed: Trace, trace: Trace) -> Comparison:
         """Compare a training under faults with the undisturbed one, and check the samples that it has trained on.
 
         Add the problems to the certificate, and return the comparison.
-
-        Args:
-            undisturbed: Trace of the undisturbed training.
-            trace: Trace of the training under faults.
-            folder: Run directory of the training under faults.
         """
-        comparison = compare_trainings(
-            undisturbed, trace, self.sandbox.folder / "undisturbed", folder, tolerance=self.tolerance
-        )
+        comparison = compare_trainings(undisturbed, trace, self.tolerance)
         self.certificate.add(*comparison.problems)
-        check = check_samples(RunDirectory(LocalRunStore(str(folder))))
+        check = check_samples(RunDirectory(LocalRunStore(str(trace.folder))))
         if check is not None and not check.unknown:
             self.certificate.samples = self.certificate.samples or check.message
             if check.wrong or not check.exact:
-                self.certificate.add(Problem(about="samples", message=check.message))
+                self.certificate.add(Problem("samples", check.message))
         return comparison
 
     def _record_worst(self, comparisons: Sequence[Comparison]) -> None:
@@ -293,6 +278,8 @@ def _sandbox_scaling(scaling: ElasticScaling | str | None, workers: int) -> Elas
             "max_workers": workers,
             "min_workers": min(block.min_workers, workers),
             "wait_for_max_seconds": 30.0,
+            "resize_check_interval_seconds": 1.0,
+            "stability_delay_seconds": 0.0,
             "label_selector": {},
             "placement_strategy": "PACK",
         }

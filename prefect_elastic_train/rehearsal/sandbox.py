@@ -1,9 +1,6 @@
 """Trainings of one loop, one after the other, on a Ray cluster of this machine."""
 
-from __future__ import annotations
-
 import math
-import os
 import time
 import uuid
 from collections.abc import Callable, Generator
@@ -24,6 +21,7 @@ from prefect_elastic_train.orchestration.arguments import driver_spec, pickle_pa
 from prefect_elastic_train.rehearsal.node_cluster import COMMAND, NodeCluster
 from prefect_elastic_train.rehearsal.trace import Trace
 from prefect_elastic_train.runs.fingerprints import fingerprint
+from prefect_elastic_train.supervisor.devices import visible_gpus
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 
@@ -66,13 +64,12 @@ class Sandbox(Follower):
             payload=pickle_payload(payload),
             has_datasets=bool(payload.datasets),
         )
-        self._trace = Trace()
+        self._trace: Trace
         self._scenario: Scenario
         self._on_line = on_line
         self._runtime = TrainingProcesses(get_settings(), self)
         self._signals = count_signals()
-        #: The first GPU of each node, by the id of the node.
-        self._first_gpus: dict[str, int] = {}
+        self._gpus: dict[str, list[str]] = {}  # of each node, by the id of the node
 
     def open(self) -> None:
         """Start the rehearsal's Ray cluster, with its head only. :meth:`train` adds the nodes for workers."""
@@ -102,14 +99,11 @@ class Sandbox(Follower):
         resources = dict(resources_per_worker(self._scaling))
         node: dict[str, Any] = {"num_cpus": math.ceil(resources.pop("CPU", 0)) or 1}
         gpus = math.ceil(resources.pop("GPU", 0))
-        first = 0
+        taken = [gpu for node_id in self.nodes.ids for gpu in self._gpus[node_id]]
+        own = [gpu for gpu in visible_gpus() if gpu not in taken][:gpus]
         if gpus:
-            while first in [self._first_gpus[node_id] for node_id in self.nodes.ids]:
-                first += gpus
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + gpus)))
-            node["num_gpus"] = gpus
-            node["env_vars"] = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[first : first + gpus])}
-        self._first_gpus[self.nodes.add(**node, resources=resources)] = first
+            node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(own)}}
+        self._gpus[self.nodes.add(**node, resources=resources)] = own
 
     def train(
         self, name: str, fault_count: int, stall_timeout_seconds: float, start_scenario: Callable[[Trace], Scenario]
@@ -127,7 +121,7 @@ class Sandbox(Follower):
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
         spec = self._spec(name, fault_count, stall_timeout_seconds)
-        self._trace = trace = Trace()
+        self._trace = trace = Trace(folder=self.folder / name)
         self._scenario = start_scenario(trace)
         try:
             while not trace.failure and not trace.is_complete:
@@ -135,7 +129,6 @@ class Sandbox(Follower):
                 trace.is_complete = ended.outcome is Outcome.COMPLETED
                 if not trace.is_complete and not ended.outcome.retryable:
                     trace.failure = ended.message
-                spec = replace(spec, previous_end=ended.message)
         except StopTraining:
             pass
         except AttemptFailedError as error:
@@ -146,12 +139,9 @@ class Sandbox(Follower):
 
     def _spec(self, name: str, fault_count: int, stall_timeout_seconds: float) -> DriverSpec:
         """Return the driver spec of a training that survives the faults of its scenario and keeps all checkpoints."""
-        scaling: dict[str, Any] = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0}
-        if not fault_count:
-            scaling["standby"] = "off"
         failures = fault_count + _SPARE_FAILURES
         chosen = Blocks(
-            scaling=self._scaling.model_copy(update=scaling),
+            scaling=self._scaling,
             failures=blocks.FailureBudget(
                 max_failures=failures,
                 driver_restarts=failures,

@@ -1,7 +1,5 @@
 """Seeded fault schedules: when each fault is injected, and which worker or node it hits."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -17,6 +15,7 @@ DRAIN = "drain"
 GROWTH = "growth"
 #: All kinds, in the order of the documentation. The last three change the number of workers.
 KINDS = (WORKER, DRIVER, FREEZE, STORAGE, NODE, DRAIN, GROWTH)
+_MAX_WAIT_SECONDS = 5.0
 
 
 class PlannedFault(NamedTuple):
@@ -37,9 +36,7 @@ class PlannedFault(NamedTuple):
         return candidates[int(self.chance * len(candidates))]
 
 
-def schedule_faults(
-    kinds: Sequence[str], seed: int, max_wait_seconds: float, can_shrink: bool = True
-) -> list[PlannedFault]:
+def schedule_faults(kinds: Sequence[str], seed: int, can_shrink: bool = True) -> list[PlannedFault]:
     """Return a random schedule with one fault of each kind. Faults that change the number of workers come last.
 
     If the training can shrink, a growth follows each lost node. Otherwise the lost node is replaced at once. If
@@ -48,7 +45,6 @@ def schedule_faults(
     Args:
         kinds: Kinds of faults, some of :data:`KINDS`.
         seed: Random seed of the schedule.
-        max_wait_seconds: Largest ``wait_seconds`` of a fault.
         can_shrink: True if the training continues while a node is missing.
     """
     generator = random.Random(seed)
@@ -61,4 +57,4 @@ def schedule_faults(
     planned = same_size
     for loss in losses:
         planned += [loss, GROWTH] if can_shrink else [loss]
-    return [PlannedFault(kind, generator.uniform(0, max_wait_seconds), generator.random()) for kind in planned]
+    return [PlannedFault(kind, generator.uniform(0, _MAX_WAIT_SECONDS), generator.random()) for kind in planned]

@@ -1,9 +1,8 @@
 """Trace of one training: its reports that count, collected from its events."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -38,6 +37,7 @@ class Trace(BaseModel, ev.EventHandler):
     A new worker group drops the reports after the checkpoint that it starts from; all reports without a checkpoint.
 
     Attributes:
+        folder: The run directory of the training.
         progress_times: Time of each report that was further than all earlier reports, in seconds since the epoch.
         redone: Number of reports that were dropped, and so are repeated.
         group_count: Number of worker groups that were started.
@@ -48,6 +48,7 @@ class Trace(BaseModel, ev.EventHandler):
         failure: Reason for a final failure of the training.
     """
 
+    folder: Path = Path()
     reports: list[TracedReport] = []
     progress_times: list[float] = []
     redone: int = 0
@@ -99,10 +100,6 @@ class Trace(BaseModel, ev.EventHandler):
     def group_sizes(self) -> dict[int, int]:
         """Number of workers of each worker group that has reports that count, by the number of the group."""
         return {report.group: report.world_size for report in self.reports}
-
-    def save_interval(self) -> float:
-        """Return the average seconds between two checkpoints, for a training with one worker group and a checkpoint."""
-        return (self.reports[self.saves[-1]].at - self.started_at) / len(self.saves)
 
     def counter(self) -> str:
         """Return the name of the metric by which the loop counts its progress; empty if there is none.

@@ -1,7 +1,5 @@
 """Formats of values for users. Belongs to the flow process and the CLI."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import partial
@@ -32,8 +30,10 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
 
 
-def format_metrics(metrics: Mapping[str, object]) -> str:
-    """Return metrics as text, such as ``loss=0.1235, step=7``."""
-    return ", ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
-    )
+def format_metrics(metrics: Mapping[str, object], limit: int = 20) -> str:
+    """Return the first ``limit`` metrics as text, such as ``loss=0.1235, step=7 and 2 more``. Long texts are cut."""
+    texts = [
+        f"{name[:40]}={value:.4g}" if isinstance(value, float) else f"{name[:40]}={str(value)[:40]}"
+        for name, value in metrics.items()
+    ]
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")

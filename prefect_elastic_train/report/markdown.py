@@ -1,15 +1,13 @@
 """The report as Markdown, complete also without its pictures. Belongs to the flow process."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.report.formats import clock, duration, format_counts, size
-from prefect_elastic_train.report.run_report import PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
+from prefect_elastic_train.report.formats import clock, duration, format_counts, format_metrics, size
+from prefect_elastic_train.report.run_report import FAULTS, PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
 
 #: Activities of the wall time: field of the account, and title.
 _TIME_PARTS = {
@@ -22,17 +20,12 @@ _TIME_PARTS = {
     "lost_seconds": "training that was lost",
 }
 _MAX_CODE = 300
-_MAX_METRICS = 4
 
 
 def headline(report: RunReport) -> str:
     """Return the state of a run and its progress as text, such as ``Training: step 3 of 10 (30.0%)``."""
     state = report.state.capitalize()
-    if report.progress is None:
-        return state
-    has_counter = "of" in report.progress.text
-    fraction = f" ({report.progress.fraction:.1%})" if report.is_live and has_counter else ""
-    return f"{state}: {report.progress.text}{fraction}"
+    return f"{state}: {report.progress.text}" if report.progress is not None else state
 
 
 def summary_line(report: RunReport, now: float) -> str:
@@ -42,24 +35,24 @@ def summary_line(report: RunReport, now: float) -> str:
 
 def render(report: RunReport, now: float, pictures: Mapping[str, str] | None = None) -> str:
     """Return the report of a run as Markdown. ``pictures`` has images as data URIs by their titles."""
-    return "\n\n".join(_sections(report, now, pictures or {}))
-
-
-def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Iterator[str]:
-    yield f"## {escape(headline(report))}"
-    yield " · ".join(_facts(report, now))
-    if report.detail:
-        yield code(report.detail)
-    for name, uri in pictures.items():
-        yield f"![{name}]({uri})"
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
-    yield "### What happened\n\n" + "\n".join(incidents)
-    account = report.tally.account(now if report.is_live else None)
-    yield f"### Where the time went\n\n{_time(account)}"
-    saves = f"The loop saves {escape(report.saves)}.\n\n" if report.saves else ""
-    yield f"### Checkpoints\n\n{saves}{_checkpoints(report, now)}"
-    yield f"### Where\n\n{_locations(report)}"
-    yield f"Written {clock(now)} UTC. Times are UTC."
+    sections = [
+        f"## {escape(headline(report))}",
+        " · ".join(_facts(report, now)),
+        code(report.detail),
+        *(f"![{title}]({uri})" for title, uri in (pictures or {}).items()),
+        "### What happened",
+        "\n".join(incidents),
+        "### Where the time went",
+        _time(report.tally.account(now)),
+        "### Checkpoints",
+        f"The loop saves {escape(report.saves)}." if report.saves else "",
+        _checkpoints(report, now),
+        "### Where",
+        _locations(report),
+        f"Written {clock(now)} UTC. Times are UTC.",
+    ]
+    return "\n\n".join(filter(None, sections))
 
 
 def _facts(report: RunReport, now: float) -> Iterator[str]:
@@ -69,10 +62,10 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"attempt {report.attempt}"
     progress = report.progress
     tally = report.tally
-    if progress is not None and progress.remaining_seconds is not None and report.state == "training":
-        left = progress.remaining_seconds
-        yield f"about {duration(left)} left, until {clock(report.last_event_at + left, now)} UTC"
     if report.state == "training":
+        if progress is not None and "progress" in report.rates:
+            left = (1 - progress.fraction) / report.rates["progress"]
+            yield f"about {duration(left)} left, until {clock(report.last_event_at + left, now)} UTC"
         for name in PACED:
             if rate := report.rates.get(name):
                 number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -94,14 +87,14 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     yield format_counts({name: count for name, count in counts.items() if count}) or "no failures"
     if tally.left and report.is_live:
         yield f"may still fail: {format_counts(tally.left)}"
-    yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"
+    yield f"goodput {tally.account(now).goodput:.1%}"
 
 
 def _incident(incident: Incident, now: float) -> str:
     # A list, not a table: Prefect's page cuts off the last column of a wide table.
     message = escape(incident.message)
     reason = escape(incident.reason)
-    if incident.kind in ("failure", "preemption", "driver", "loop", "end"):
+    if incident.kind in (*FAULTS, "end"):
         message = f"**{message}**"
     return f"- {clock(incident.at, now)} {message}" + (f"  \n  {reason}" if reason else "")
 
@@ -116,19 +109,14 @@ def _time(account: TimeAccount) -> str:
 
 
 def _checkpoints(report: RunReport, now: float) -> str:
-    shown = list(reversed(report.checkpoints))
-    best = report.best
-    if not shown:
-        return "None yet."
-    if best is not None and all(made.name != best.name for made in shown):
-        shown.append(best)
     lines = [
-        f"- {clock(made.at, now)} {code(loop_name(made.name))}, {size(made.size_bytes)}, by attempt {made.attempt}"
-        + ("; **best**" if best is not None and made.name == best.name else "")
+        f"- {clock(made.at, now)} {code(loop_name(made.name))}"
+        + (f", {size(made.size_bytes)}, by attempt {made.attempt}" if made.attempt else "")
+        + ("; **best**" if made is report.best else "")
         + (f"  \n  {metrics}" if (metrics := _metrics(made.metrics, TOTALS)) else "")
-        for made in shown
+        for made in reversed(report.checkpoints)
     ]
-    return "\n".join(lines)
+    return "\n".join(lines) or "None yet."
 
 
 def _locations(report: RunReport) -> str:
@@ -152,18 +140,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
 
 
-def number(value: Any) -> str:
-    """Return the value of a metric as text for Markdown."""
-    if not isinstance(value, int | float):
-        return escape(str(value))
-    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else f"{value:.4g}"
-
-
-def _metrics(metrics: Mapping[str, Any], omitted: frozenset[str]) -> str:
-    """Return the first four metrics without those in ``omitted`` as text, and the number of the rest."""
-    shown = [f"{escape(name[:40])} {number(value)}" for name, value in metrics.items() if name not in omitted]
-    more = f" and {len(shown) - _MAX_METRICS} more" if len(shown) > _MAX_METRICS else ""
-    return ", ".join(shown[:_MAX_METRICS]) + more
+def _metrics(metrics: Mapping[str, Any], omitted: Collection[str]) -> str:
+    """Return the first four metrics without those in ``omitted`` as Markdown, and the number of the rest."""
+    return escape(format_metrics({name: metrics[name] for name in metrics if name not in omitted}, 4))
 
 
 def one_line(text: str) -> str:

@@ -1,15 +1,11 @@
-"""Pictures of a report as SVG, in colors for light and dark backgrounds. Needs matplotlib.
+"""The picture of a report as SVG, in colors for light and dark backgrounds. Needs matplotlib.
 
 Belongs to the flow process.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math
-from datetime import datetime, timezone
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.dates import ConciseDateFormatter
@@ -17,71 +13,55 @@ from matplotlib.figure import Figure  # not pyplot, whose state other code of th
 from matplotlib.ticker import MaxNLocator
 
 from prefect_elastic_train.report.markdown import one_line
-from prefect_elastic_train.report.run_report import Curve, RunReport
+from prefect_elastic_train.report.run_report import FAULTS, RunReport
 
 _WIDTH = 6.9  # inches, the width of the column with artifacts in Prefect's UI
 _GRAY = "#7a808b"
 _BLUE = "#3b82f6"
 _RED = "#e5484d"
+_DAY_SECONDS = 86400.0  # matplotlib's times are days since the epoch
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
-    """Return plots of a run's metrics and of its number of workers over time, as data URIs by their titles.
+    """Return a picture of a run's metrics and of its number of workers over time, as a data URI by its title.
 
-    A plot without values is left out.
+    Return no picture before the first attempt.
     """
-    pictures = {}
-    if report.curves:
-        pictures["metrics"] = _uri(_draw_metrics(report.curves))
-    if report.world_sizes:
-        pictures["workers"] = _uri(_draw_workers(report, now))
-    return pictures
-
-
-def _uri(figure: Figure) -> str:
+    if not report.world_sizes:
+        return {}
+    rows = math.ceil(len(report.curves) / 2) + 1
+    figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
+    for position, (name, curve) in enumerate(report.curves.items(), start=1):
+        _draw_metric(figure.add_subplot(rows, 2, position), name, curve.points)
+    _draw_workers(figure.add_subplot(rows, 1, rows), report, now)
     out = io.BytesIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"
+    return {"metrics and workers": f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"}
 
 
-def _draw_metrics(curves: dict[str, Curve]) -> Figure:
-    columns = min(2, len(curves))
-    rows = math.ceil(len(curves) / columns)
-    figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
-    for position, (name, curve) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(rows, columns, position)
-        xs, ys = zip(*curve.points, strict=True)
-        axes.plot(xs, ys, color=_BLUE, linewidth=1.3, marker="." if len(xs) == 1 else "")
-        if min(ys) > 0 and max(ys) > 10 * min(ys):
-            axes.set_yscale("log")
-        _style(axes, name)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("report", fontsize=8, color=_GRAY)
-    return figure
+def _draw_metric(axes: Axes, name: str, points: list[tuple[float, float]]) -> None:
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, color=_BLUE, linewidth=1.3, marker="." if len(xs) == 1 else "")
+    if min(ys) > 0 and max(ys) > 10 * min(ys):
+        axes.set_yscale("log")
+    _style(axes, name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("report", fontsize=8, color=_GRAY)
 
 
-def _draw_workers(report: RunReport, now: float) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 1.9), layout="constrained")
-    axes: Any = figure.add_subplot()  # its types do not include dates
-    last = report.world_sizes[-1][0]
-    changes = [*report.world_sizes, (max(now if report.is_live else report.last_event_at, last + 1), report.world_size)]
-    times, sizes = zip(*((_time(at), size) for at, size in changes), strict=True)
-    axes.fill_between(times, sizes, step="post", color=_BLUE, alpha=0.4)
-    faults = [
-        incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")
-    ]
+def _draw_workers(axes: Axes, report: RunReport, now: float) -> None:
+    end = max(now if report.is_live else report.last_event_at, report.world_sizes[-1][0] + 1)
+    times, sizes = zip(*report.world_sizes, (end, report.world_size), strict=True)
+    axes.fill_between([at / _DAY_SECONDS for at in times], sizes, step="post", color=_BLUE, alpha=0.4)
+    faults = [incident.at for incident in report.incidents if incident.kind in FAULTS]
     for at in faults:
-        axes.axvline(_time(at), color=_RED, linewidth=0.8, linestyle="--")
+        axes.axvline(at / _DAY_SECONDS, color=_RED, linewidth=0.8, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.xaxis_date()
     axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))  # type: ignore[no-untyped-call]
     axes.xaxis.get_offset_text().set(color=_GRAY, fontsize=8)
     _style(axes, "workers (red: a failure, a preemption, a new driver or a warning)" if faults else "workers")
-    return figure
-
-
-def _time(at: float) -> datetime:
-    return datetime.fromtimestamp(at, timezone.utc)
 
 
 def _style(axes: Axes, title: str) -> None:

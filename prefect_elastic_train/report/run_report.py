@@ -3,12 +3,11 @@
 Belongs to the flow process and the driver.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, Literal
@@ -16,18 +15,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.checkpoint_names import written_by
+from prefect_elastic_train.core.checkpoint_names import age_of
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.scores import score_of
 from prefect_elastic_train.report.accounts import Tally
-from prefect_elastic_train.report.descriptions import describe
+from prefect_elastic_train.report.descriptions import describe, describe_wait
 
 #: Limits of the report's size.
 _MAX_CURVES = 8
 MAX_POINTS = 400
 _MAX_INCIDENTS = 60
 _MAX_CHECKPOINTS = 10
-_MAX_METRICS = 12
+_MAX_METRICS = 48
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
 _MAX_NAME = 60
@@ -55,7 +54,12 @@ _OUTCOMES = {
 }
 _STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 
+#: Activities in which workers exist.
+_WITH_WORKERS = ("training", "draining", "winding up")
+
 Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
+#: Kinds of incidents that something is wrong in.
+FAULTS = ("failure", "preemption", "driver", "loop")
 
 
 class Incident(BaseModel):
@@ -65,6 +69,7 @@ class Incident(BaseModel):
     kind: Kind
     message: str
     reason: str = ""
+    since: float = 0.0  # time of the interruption until workers train again; 0: they do, or did all the time
 
 
 class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
@@ -79,11 +84,10 @@ class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
 
 
 class Progress(BaseModel):
-    """Progress of the training as a number from 0 to 1 and as text, such as ``step 300 of 1,000``."""
+    """Progress of the training as a number from 0 to 1 and as text, such as ``step 300 of 1,000 (30.0%)``."""
 
     fraction: float
     text: str
-    remaining_seconds: float | None = None  # at the rate since the last restart; None: unknown
 
 
 class Curve(BaseModel):
@@ -135,25 +139,22 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     progress: Progress | None = None
     #: Time and counters of the first report since the last restart.
     paced_from: tuple[float, dict[str, float]] | None = None
-    rates: dict[str, float] = {}  # growth of the counters per second since then
+    rates: dict[str, float] = {}  # growth per second since then of the counters and of "progress"
     saves: str = ""  # interval between checkpoints and its reason
     last_event_at: float = 0.0
     tally: Tally = Tally()
     incidents: list[Incident] = []
-    interrupted: tuple[float, Kind] | None = None  # time and kind of the incident; None while workers train
-    checkpoints: list[Checkpoint] = []
-    restart_from: str = ""  # checkpoint that a restart resumes from
+    checkpoints: list[Checkpoint] = []  # the newest, and the best one
     checkpoints_made: int = 0
-    best: Checkpoint | None = None
     curves: dict[str, Curve] = {}
     world_sizes: list[tuple[float, int]] = []
     is_new_wait: bool = False  # the last event was the first of a wait for capacity
-    last_end: str = ""
+    last_end: str = ""  # reason for the next driver
 
     def add(self, event: ev.Event) -> None:
         """Update the report with the next event of the run."""
-        if not isinstance(event, ev.RunRecalled | ev.ControllerAlive) and not getattr(event, "already_finished", False):
-            self.tally.add(event)
+        self.tally.add(event)
+        if not isinstance(event, ev.RunRecalled | ev.ControllerAlive):
             self.last_event_at = max(self.last_event_at, event.at)
         self.handle(event)
 
@@ -163,14 +164,10 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         The driver may have exited before it could report the state.
         """
         if outcome := _OUTCOMES.get(state):
-            ended_at = at
-            if state == "failed":  # training since the last event is lost
-                outcome = Outcome(self.outcome) if self.outcome else outcome
-                ended_at = self.last_event_at or at
-            self.tally.add(ev.AttemptEnded(at=ended_at, attempt=self.attempt, outcome=outcome, final=True))
-            self.outcome = outcome.value
+            self.tally.add(ev.AttemptEnded(at=self.last_event_at or at, outcome=outcome, final=True))
+            if state != "failed" or not self.outcome:
+                self.outcome = outcome.value
         self._set_state(state, reason or (self.detail if state == "completed" else ""))
-        self._set_world(self.last_event_at if state == "completed" else at, 0)
         self._add_incident(at, "end", state, reason)
 
     @property
@@ -178,19 +175,23 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         """True until the training has ended or is left to its Ray job."""
         return self.state not in ("completed", "left to its job", *_OUTCOMES)
 
+    @property
+    def best(self) -> Checkpoint | None:
+        """The checkpoint with the best score, of equal ones the newest, which Ray Train keeps; None without a score."""
+        sign = 1 if self.score_order == "max" else -1
+        scored = [made for made in reversed(self.checkpoints) if made.score is not None]
+        return max(scored, key=lambda made: sign * (made.score or 0.0), default=None)
+
     def on_run_recalled(self, event: ev.RunRecalled) -> None:
         """Replace the report by the summary of the run's history in the event.
 
         The settings of this process stay, such as the run's name and links, and the current state.
         """
-        try:
-            recalled = RunReport.model_validate(event.report)
-        except ValidationError:  # written by another version
-            return
         local = {"run_name", "score_attribute", "score_order", "totals"}
         local |= {"flow_run_url", "dashboard_url", "state", "detail"}
-        for name in RunReport.model_fields.keys() - local:
-            setattr(self, name, getattr(recalled, name))
+        with suppress(ValidationError):  # written by another version
+            recalled = RunReport.model_validate(event.report | self.model_dump(include=local))
+            vars(self).update(vars(recalled))
 
     def on_controller_alive(self, event: ev.ControllerAlive) -> None:
         if event.doing == "waiting for the storage":
@@ -199,43 +200,37 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             self.detail = ""
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
-        url = event.dashboard_url
-        self.dashboard_url = f"http://{url}" if url and "://" not in url else url or self.dashboard_url
+        if event.dashboard_url:  # without a scheme
+            self.dashboard_url = f"http://{event.dashboard_url}"
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
-        # A start from another run's checkpoint means that the run has none of its own.
-        self._roll_back("" if event.inherited or written_by(event.checkpoint) == 0 else event.checkpoint)
+        # Later checkpoints were damaged or incomplete.
+        self.checkpoints = [made for made in self.checkpoints if age_of(made.name) <= age_of(event.checkpoint)]
+        if event.checkpoint and all(made.name != event.checkpoint for made in self.checkpoints):
+            # Another run's, with which the run's own ones compete, or one whose event was lost.
+            self._add_checkpoint(event.checkpoint, event.checkpoint_at or event.at, event.inherited)
         self.run_uri = event.run_uri
         self.attempt = event.attempt
         self.outcome = ""
         self.started_from = event.started_from
-        self.restart_from = event.checkpoint
-        if event.inherited:  # the run's own checkpoints compete with it
-            self._add_checkpoint(event.checkpoint, event.checkpoint_at, event.inherited)
-        if event.attempt > 1:
-            self.driver_restarts += 1
-            self._describe(event, "driver", self.last_end or "the previous driver exited without a final event")
-            self.interrupted = event.driver_started_at or event.at, "driver"
-        else:
-            self._describe(event, "begin")
-        self.last_end = ""
+        is_restart = event.attempt > 1
+        self.driver_restarts += is_restart
+        self._describe(event, "driver" if is_restart else "begin", self.last_end)
+        self.incidents[-1].since = (event.driver_started_at or event.at) if is_restart else 0.0
+        self.last_end = "the previous driver exited without a final event"
         for note in event.notes:
             self._add_incident(event.at, "repair", note)
-        self._set_world(event.at, 0)
         self._set_state("starting")
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self._set_state("completed", event.message)
             return
-        self._set_world(event.at, 0)
         self.outcome = event.outcome.value
         self.last_end = f"{event.outcome.value}: {_first_line(event.message)}"
         if event.outcome is Outcome.COMPLETED:
-            checkpoints = (event.result or {}).get("best_checkpoints")
-            if checkpoints:  # an asynchronous validation scores a checkpoint after its commit
-                name = checkpoints[-1]["uri"].rpartition("/")[2]
-                self._add_checkpoint(name, event.at, checkpoints[-1]["metrics"], is_best=True)
+            for best in (event.result or {}).get("best_checkpoints", [])[-1:]:
+                self._set_best(best["uri"].rpartition("/")[2], event.at, best["metrics"])
             self._set_state("completed")
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", event.message)
@@ -243,14 +238,10 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             self._set_state(_STATES.get(event.outcome, "failed"), event.message)
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
-        description = describe(event)
-        if description is None:
-            return
-        message = description.message
-        if self.incidents and self.incidents[-1].kind == "storage":  # consecutive waits are one incident
-            self.incidents.pop()
-            message += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
-        self._add_incident(event.at, "storage", message, description.reason)
+        self._describe(event, "storage")
+        if [incident.kind for incident in self.incidents[-2:]] == ["storage", "storage"]:  # together one incident
+            self.incidents[-1].message += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
+            del self.incidents[-2]
 
     def on_state_changed(self, event: ev.StateChanged) -> None:
         states = {"SCHEDULING": "starting workers", "PREEMPTING": "draining", "SHUTTING_DOWN": "winding up"}
@@ -258,60 +249,53 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             self._set_state(states[event.state])
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
+        description = describe_wait(event)
         self.is_new_wait = self.state != "waiting for capacity"
+        self._set_state("waiting for capacity", description.reason)
         if self.is_new_wait:
-            self._describe(event, "capacity")
-            self.incidents[-1].at = event.since or event.at
-        description = describe(event)
-        self._set_state("waiting for capacity", description.reason if description else "")
+            self._add_incident(event.since or event.at, "capacity", description.message, description.reason)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self.paced_from = None
         self.rates = {}
-        self._set_world(event.at, event.world_size)
         self._set_state("training")
+        self._set_world(event.world_size)
 
     def on_first_step(self, event: ev.FirstStep | ev.Report) -> None:
-        """Add the recovery time to the incident that interrupted the training, because a worker group trains again.
+        """Add the recovery time to the incidents that interrupted the training, because a worker group trains again.
 
         It does so at the first step of a session; without a session at the first report.
         """
-        if self.interrupted is None or not self.world_size:
-            return
-        since, kind = self.interrupted
-        self.interrupted = None
-        for incident in [incident for incident in self.incidents if incident.kind == kind][-1:]:
-            incident.message += f"; training again after {event.at - since:.1f} s"
+        for incident in self.incidents:
+            if incident.since and self.world_size:
+                incident.message += f"; training again after {event.at - incident.since:.1f} s"
+                incident.since = 0.0
 
     def on_report(self, event: ev.Report) -> None:
         self.on_first_step(event)
         self.reports += 1
-        self.metrics = _bounded(event.metrics, 4 * _MAX_METRICS)
+        self.metrics = _bounded(event.metrics)
         links = self.links | {name[:_MAX_NAME]: value for name, value in event.metrics.items() if is_link(value)}
         self.links = dict(list(links.items())[:_MAX_LINKS])
         if self.state not in ("training", "draining"):
             self._set_state("training")
         self._update_progress(event.at)
-        for name, value in self.metrics.items():
-            y = _number(value)
+        for name in self.metrics:
+            y = _number(self.metrics, name)
             has_room = name in self.curves or len(self.curves) < _MAX_CURVES
             if has_room and name not in POSITIONS and y is not None:
                 self.curves.setdefault(name, Curve()).add(self.tally.position, y)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self.on_report(event)
-        checkpoint = self._add_checkpoint(event.checkpoint, event.at, event.metrics)
-        checkpoint.attempt = event.attempt
-        checkpoint.size_bytes = event.size_bytes
+        self._add_checkpoint(event.checkpoint, event.at, event.metrics)
+        self.checkpoints[-1].attempt = event.attempt
+        self.checkpoints[-1].size_bytes = event.size_bytes
         self.checkpoints_made += 1
-        self.restart_from = event.checkpoint
-        self.checkpoints = [*self.checkpoints, checkpoint][-_MAX_CHECKPOINTS:]
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
-        kind: Kind = "preemption" if isinstance(event, ev.WorkersPreempted) else "failure"
-        self._describe(event, kind)
-        self.interrupted = event.at, kind
-        self._set_world(event.at, 0)
+        self._describe(event, "preemption" if isinstance(event, ev.WorkersPreempted) else "failure")
+        self.incidents[-1].since = event.at if event.retried else 0.0
         self._set_state("restarting workers", self.incidents[-1].reason)
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
@@ -322,78 +306,53 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         self._describe(event, "resize")
-        self.interrupted = event.at, "resize"
-        self._set_world(event.at, 0)
+        self.incidents[-1].since = event.at
         self._set_state("resizing", f"from {event.old_size} to {event.new_size} workers")
 
     def _update_progress(self, at: float) -> None:
         progress = _find_progress(self.metrics) or _find_progress(self.totals | self.metrics)
-        counts = {name: _number(self.metrics.get(name)) for name in PACED}
-        counted = {name: count for name, count in counts.items() if count is not None}
+        counts = {name: count for name in PACED if (count := _number(self.metrics, name)) is not None}
         if progress is not None:
             self.progress = progress
-            counted["progress"] = progress.fraction
-        self.paced_from = self.paced_from or (at, counted)
+            counts["progress"] = progress.fraction
+        self.paced_from = self.paced_from or (at, counts)
         since, before = self.paced_from
-        gained = {name: count - before[name] for name, count in counted.items() if count > before.get(name, math.inf)}
-        self.rates = {name: gain / (at - since) for name, gain in gained.items()} if at > since else {}
-        if progress is not None and "progress" in self.rates:
-            progress.remaining_seconds = (1 - progress.fraction) / self.rates["progress"]
+        self.rates = {
+            name: (count - before[name]) / (at - since)
+            for name, count in counts.items()
+            if at > since and count > before.get(name, math.inf)
+        }
 
-    def _roll_back(self, checkpoint: str) -> None:
-        """Remove the checkpoints after the one that an attempt resumes from.
-
-        They were damaged or incomplete.
-        """
-        names = [made.name for made in self.checkpoints]
-        valid = 0
-        if checkpoint in names:
-            valid = names.index(checkpoint) + 1
-        elif checkpoint:  # older than all that are known
-            valid = len(names)
-        del self.checkpoints[valid:]
-        if self.best is not None and (self.best.name in names[valid:] or not checkpoint):
-            self.best = None
-            for made in self.checkpoints:
-                self._compare(made)
-
-    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any], is_best: bool = False) -> Checkpoint:
-        """Return a checkpoint for the report.
-
-        Make it the report's best one if its score is the best, or, with ``is_best``, if it has a score.
-        """
+    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any]) -> None:
         score = score_of(metrics, self.score_attribute)
-        made = Checkpoint(name=name[:200], at=at, metrics=_bounded(metrics, _MAX_METRICS), score=score)
-        if not is_best:
-            self._compare(made)
-        elif score is not None and (self.best is None or self.best.name != made.name):
-            self.best = made
-        return made
+        self.checkpoints.append(Checkpoint(name=name, at=at, metrics=_bounded(metrics), score=score))
+        oldest = int(self.checkpoints[0] is self.best)  # the best one stays
+        if len(self.checkpoints) > _MAX_CHECKPOINTS + oldest:
+            del self.checkpoints[oldest]
 
-    def _compare(self, made: Checkpoint) -> None:
-        """Make a checkpoint the report's best one if no other has a better score.
-
-        Of equal scores the later one is the best, which Ray Train keeps.
-        """
-        best = self.best.score if self.best is not None else None
-        sign = 1 if self.score_order == "max" else -1
-        if made.score is not None and (best is None or sign * made.score >= sign * best):
-            self.best = made
+    def _set_best(self, name: str, at: float, metrics: dict[str, Any]) -> None:
+        """Make a checkpoint the best one. An asynchronous validation may have scored it after its commit."""
+        if all(made.name != name for made in self.checkpoints):
+            self.checkpoints.insert(0, Checkpoint(name=name, at=at, metrics=_bounded(metrics)))
+        for made in self.checkpoints:
+            made.score = score_of(metrics, self.score_attribute) if made.name == name else None
 
     def _set_state(self, state: str, detail: str = "") -> None:
         self.state = state
         self.detail = _first_line(detail)
+        if state not in _WITH_WORKERS:
+            self._set_world(0)
         if state == "completed" and self.progress is not None:  # many loops count from 0
-            self.progress = Progress(fraction=1.0, text=self.progress.text)
+            self.progress = Progress(fraction=1.0, text=self.progress.text.partition(" (")[0])
 
-    def _set_world(self, at: float, size: int) -> None:
+    def _set_world(self, size: int) -> None:
         if not self.world_sizes or self.world_sizes[-1][1] != size:
-            self.world_sizes = [*self.world_sizes, (at, size)][-_MAX_WORLD_SIZES:]
+            self.world_sizes = [*self.world_sizes, (self.last_event_at, size)][-_MAX_WORLD_SIZES:]
         self.world_size = size
 
     def _describe(self, event: ev.Event, kind: Kind, reason: str = "") -> None:
         """Add an incident to the report with the text of an event; ``reason`` is used if the event has none."""
-        description = describe(event, self.restart_from)
+        description = describe(event, self.checkpoints[-1].name if self.checkpoints else "")
         if description is not None:
             message = "; ".join(filter(None, [description.message, description.reaction]))
             self._add_incident(event.at, kind, message, description.reason or reason)
@@ -405,11 +364,12 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
 def _first_line(text: str) -> str:
     """Return the first line of a text that is not blank, truncated."""
-    return next((line.strip()[:_MAX_TEXT] for line in text.splitlines() if line.strip()), "")
+    return text.strip().partition("\n")[0][:_MAX_TEXT]
 
 
-def _number(value: Any) -> float | None:
-    """Return the value of a metric as a finite float; None for any other value."""
+def _number(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric as a finite float; None if its value is something else, or if there is none."""
+    value: Any = metrics.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
@@ -419,13 +379,13 @@ def is_link(value: Any) -> bool:
     return isinstance(value, str) and _LINK.fullmatch(value) is not None
 
 
-def _bounded(metrics: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return at most ``limit`` metrics with shortened names and texts. Metrics that are URLs are left out."""
+def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first metrics, with shortened names and texts. Metrics that are URLs are left out."""
     return {
         name[:_MAX_NAME]: value
-        if isinstance(value, float | None) or _number(value) is not None
+        if isinstance(value, float | None) or _number(metrics, name) is not None
         else str(value)[:_MAX_NAME]
-        for name, value in list(metrics.items())[:limit]
+        for name, value in list(metrics.items())[:_MAX_METRICS]
         if not is_link(value)
     }
 
@@ -435,13 +395,14 @@ def _find_progress(metrics: Mapping[str, Any]) -> Progress | None:
 
     Return None if there is neither.
     """
-    progress = _number(metrics.get("progress"))
+    progress = _number(metrics, "progress")
     if progress is not None and 0 <= progress <= 1:
         return Progress(fraction=progress, text=f"{progress:.1%}")
     for counter, totals in COUNTERS.items():
-        done = _number(metrics.get(counter))
-        total = next((number for name in totals if (number := _number(metrics.get(name)))), 0.0)
+        done = _number(metrics, counter)
+        total = next((number for name in totals if (number := _number(metrics, name))), 0.0)
         if done is not None and total > 0:
-            text = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f}"
-            return Progress(fraction=min(1.0, max(0.0, done / total)), text=text)
+            fraction = min(1.0, max(0.0, done / total))
+            text = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f} ({fraction:.1%})"
+            return Progress(fraction=fraction, text=text)
     return None

@@ -1,7 +1,5 @@
 """Start of an attempt: the checks whether it may write the run, and the takeover from the attempt before."""
 
-from __future__ import annotations
-
 import os
 import sys
 import uuid
@@ -18,8 +16,8 @@ from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.size_limits import truncate
 from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.runs.heartbeat import driver_process, is_alive
-from prefect_elastic_train.runs.repair import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.runs.run_directory import (
     RECENT,
     SEED_COMMIT,
@@ -67,17 +65,16 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         run = RunDirectory(store)
         newest = run.newest_commit_id
         completed = check_run_is_free(run, request)
-        if completed is not None:
+        if completed:
             return completed
-        if run.record is None:
+        if not run.record:
             notes += _record_or_adopt_run(run, request)
             continue
         last = run.newest_attempt
-        if last is not None:
-            notes += _kill_driver(last, request)
+        notes += _kill_driver(last, request)
         counted = _check_budgets(run, spec)
         point = run.resume_point  # raises if commits are lost: then no copy may replace them
-        if seed is not None and newest is None:
+        if seed and not newest:
             seed()
             seed = None
             continue
@@ -97,11 +94,11 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # another process started this attempt: check again who holds the run
         if RunDirectory(store, attempt - 1).newest_commit_id != newest:
-            end_attempt(store, attempt, Outcome.SUPERSEDED.value, "the previous holder committed meanwhile")
+            end_attempt(store, attempt, Outcome.SUPERSEDED, "the previous holder committed meanwhile")
             continue
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
-        if last is not None and last.ended is None:
-            end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
+        if last.number and not last.ended:
+            end_attempt(store, last.number, Outcome.DRIVER_LOST, f"taken over by attempt {attempt}")
         notes += [*_configuration_notes(run, request), *point.repairs, *restore_snapshot(store, point)]
         return Begun(attempt, point, counted + 1, notes, run.record.id)
     raise refusal(
@@ -138,7 +135,7 @@ def check_run_is_free(run: RunDirectory, request: RunRequest) -> EndedRecord | N
         )
     last = run.newest_attempt
     is_own = run.owner is not None and run.owner.flow_run_id == request.owner.flow_run_id
-    if run.record is None and last is None:
+    if not run.record and not last.number:
         if run.is_foreign and not request.resume:
             raise refusal(
                 f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or "
@@ -146,24 +143,22 @@ def check_run_is_free(run: RunDirectory, request: RunRequest) -> EndedRecord | N
             )
     elif not is_own:
         _check_takeover(run, request)
-    if run.record is not None and request.resume_from and run.record.resume_from != request.resume_from:
+    if run.record and request.resume_from and run.record.resume_from != request.resume_from:
         raise refusal(
             f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
             "give it a new run_name"
         )
-    completed = last.ended if is_own and last is not None and last.is_completed else None
-    before = run.fingerprint
-    differences = before.differences(request.fingerprint) if before is not None else []
-    if request.resume:
-        if differences or before is None:
-            completed = None  # it is trained further
-    elif differences and (completed is not None or not request.named):
+    completed = last.ended if is_own and last.outcome == Outcome.COMPLETED else None
+    differences = (run.fingerprint or request.fingerprint).differences(request.fingerprint)
+    if differences and request.resume:
+        completed = None  # it is trained further
+    elif differences and (completed or not request.named):
         raise refusal(
             f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains "
             f"several models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
         )
-    if completed is None and is_own:
+    if is_own and not completed:
         _check_not_superseded(run, request.owner)
     return completed
 
@@ -175,16 +170,16 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
     """
     last = run.newest_attempt
     owner = run.owner
-    holder = owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
+    holder = owner.describe() if owner else "a flow run whose name cannot be read any more"
     if not request.resume:
         raise refusal(
             f"run {request.run_name!r} in {run.uri} belongs to {holder}. Give this training another run_name, or "
             "resume=True to take the run over"
         )
     # If the newest record is torn, the owner is that of an earlier attempt, and the heartbeat decides.
-    is_known = last is None or last.record is not None
-    if (last is None or last.ended is None) and is_alive(run.store, owner if is_known else None):
-        location = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner is not None else ""
+    is_known = last.record or not last.number
+    if not last.ended and is_alive(run.store, owner if is_known else None):
+        location = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner else ""
         raise refusal(
             f"run {request.run_name!r} is being trained right now by {holder}{location}; cancel that flow run first, "
             "then resume"
@@ -194,13 +189,12 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
 def _check_not_superseded(run: RunDirectory, owner: Owner) -> None:
     """Raise an error if another call of ``elastic_train`` in the same flow run trains the run, or took it over."""
     holder = run.owner
-    if holder is None or holder.supervisor == owner.supervisor:
+    if not holder or holder.supervisor == owner.supervisor:
         return
-    last = run.newest_attempt
-    records = map(run.attempt_record, run.attempt_numbers[-RECENT:])
-    was_holder = any(record is not None and record.owner.supervisor == owner.supervisor for record in records)
+    records = filter(None, map(run.attempt_record, run.attempt_numbers[-RECENT:]))
+    was_holder = any(record.owner.supervisor == owner.supervisor for record in records)
     is_same_execution = 0 < owner.execution == holder.execution
-    if was_holder or (is_same_execution and not (last and last.ended) and is_alive(run.store, holder)):
+    if was_holder or (is_same_execution and not run.newest_attempt.ended and is_alive(run.store, holder)):
         raise refusal(
             f"the newest attempt of run {run.name!r} in {run.uri} was started by another "
             f"{'training' if is_same_execution else 'process'} of the same flow run, so this one stops. "
@@ -214,13 +208,13 @@ def _record_or_adopt_run(run: RunDirectory, request: RunRequest) -> list[str]:
 
     Checkpoints that Ray Train wrote into the run directory without this package are committed first.
     """
-    records = [record for record in map(run.attempt_record, run.attempt_numbers) if record is not None]
+    newest = run.newest_record
     is_torn = run.read(layout.RUN) is not None
     notes = adopt_snapshot(run.store) if run.is_foreign and not run.attempt_numbers else []
     record = RunRecord(
         name=request.run_name,
-        id=records[-1].run_id if records else uuid.uuid4().hex,
-        creator=records[0].owner if records else request.owner,
+        id=newest.run_id if newest else uuid.uuid4().hex,
+        creator=run.owner or request.owner,
         fingerprint=run.fingerprint or request.fingerprint,
         resume_from=request.resume_from,
         part=request.part,
@@ -267,8 +261,8 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
         )
     else:
         return counted
-    last = run.attempt(run.attempt_numbers[-1])
-    ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="no final event")
+    last = run.newest_attempt
+    ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST, message="no final event")
     run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": reason})))
     message = f"{reason}. The last of them ended as {ended.outcome}: {truncate(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
@@ -288,7 +282,7 @@ def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
     trained = 0.0
     for attempt in map(run.attempt, reversed(run.attempt_numbers)):
         record = attempt.record
-        if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
+        if record and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
         if 0 < spec.failures.forgive_after_seconds <= trained:  # true of all earlier attempts, too
             break
@@ -297,11 +291,11 @@ def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
         if newest[0] == attempt.number:
             has_progress = True
             commit = run.commit(newest)
-            trained += commit.trained if commit is not None else 0.0
+            trained += commit.trained if commit else 0.0
         # Attempts that did nothing, or that a person cancelled, do not count. Their commits are progress.
-        if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
+        if attempt.outcome == Outcome.CANCELLED or (record and not record.confirmed):
             continue
-        if attempt.ended is not None and (attempt.ended.verdict or attempt.outcome not in _COUNTED):
+        if attempt.ended and (attempt.ended.verdict or attempt.outcome not in _COUNTED):
             break
         progress.append(has_progress)
     return progress
@@ -315,7 +309,7 @@ def _configuration_notes(run: RunDirectory, request: RunRequest) -> list[str]:
         notes.append("the run has another configuration than before: " + "; ".join(differences))
     warning = before.uncompared(request.fingerprint)
     # A task retry has the same values.
-    if warning and run.owner is not None and run.owner.supervisor != request.owner.supervisor:
+    if warning and run.owner and run.owner.supervisor != request.owner.supervisor:
         notes.append(warning)
     return notes
 
@@ -325,9 +319,11 @@ def _kill_driver(last: RecordedAttempt, request: RunRequest) -> list[str]:
 
     On another machine, the driver stops at its next check of the fence.
     """
-    owner = last.owner if last.ended is None else None
-    process = driver_process(owner) if owner is not None and owner.flow_run_id == request.owner.flow_run_id else None
-    if process is None or process.pid == os.getpid():
+    owner = last.owner
+    if last.ended or not owner or owner.flow_run_id != request.owner.flow_run_id:
+        return []
+    process = driver_process(owner)
+    if not process or process.pid == os.getpid():
         return []
     with suppress(psutil.Error):
         process.kill()

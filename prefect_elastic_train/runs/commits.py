@@ -1,6 +1,6 @@
-"""Commits of a run's state, written by the attempt that holds the fence.
+"""Writes of the attempt that holds the fence: commits, Ray's snapshot file, and the removal of what no commit needs.
 
-The protocol uses only ``list`` and exclusive ``create``:
+The protocol of commits uses only ``list`` and exclusive ``create``:
 
 - The holder writes its commit, then lists the attempts, and only then deletes checkpoints that are no longer kept.
 - A successor creates its attempt, then lists the commits again, and starts over if there is a newer one.
@@ -9,11 +9,11 @@ The second of the two sees the first. So no checkpoint is deleted that the linea
 after the successor listed the commits again belongs to an older attempt and does not count.
 """
 
-from __future__ import annotations
-
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from prefect_elastic_train.core.checkpoint_names import written_by
@@ -21,9 +21,19 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultE
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.layout import CommitId
-from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
-from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.run_directory import (
+    SEED_COMMIT,
+    ResumePoint,
+    RunDirectory,
+    newest_attempt_number,
+    refusal,
+)
+from prefect_elastic_train.runs.snapshots import (
+    checkpoint_names,
+    latest_checkpoint,
+    parse_snapshot,
+    without_checkpoints,
+)
 from prefect_elastic_train.storage.store import RunStore
 
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
@@ -73,10 +83,10 @@ def _polls() -> Iterator[None]:
 class LatestCheckpoint(NamedTuple):
     """The latest checkpoint in the newest commit of a run."""
 
-    name: str  # folder name
+    name: str  # folder name; empty without a checkpoint
     metrics: dict[str, Any]
     size_bytes: int
-    commit: CommitId
+    commit: layout.CommitId
 
 
 class CommitLog:
@@ -84,7 +94,7 @@ class CommitLog:
 
     Attributes:
         trained_seconds: Returns for how long the worker groups of the attempt have trained.
-        latest: The latest checkpoint of the newest commit that was read or written; None before, or without one.
+        latest: The latest checkpoint of the newest commit that was read or written; None without a commit.
     """
 
     def __init__(self, store: RunStore, attempt: int) -> None:
@@ -92,20 +102,21 @@ class CommitLog:
         self.latest: LatestCheckpoint | None = None
         self._store = store
         self._attempt = attempt
-        self._is_loaded = False
+        self._run = RunDirectory(store, attempt)  # as it was first read since the last commit
         self._manifest: dict[str, dict[str, int]] = {}  # file sizes of all checkpoints that are kept
         self._full = 0  # sequence number of the last full commit, which lists them all
         self._own: dict[int, int] = {}  # kept commits: sequence number, and that of the full commit that it builds on
 
     def newest_commit(self) -> CommitRecord | None:
-        """Return the newest commit of the lineage up to this attempt, read from the storage; None without one."""
-        run = RunDirectory(self._store, self._attempt)
-        newest = run.newest_commit
-        if not self._is_loaded:  # a later read does not show which full commit each commit builds on
-            self._manifest = newest.manifest if newest is not None else {}
-            self._own = {sequence: sequence for attempt, sequence in run.commit_ids if attempt == self._attempt}
-            self._is_loaded = True
-        if newest is not None:
+        """Return the newest commit of the lineage up to this attempt; None without one.
+
+        It is read from the storage once, until this object writes another one.
+        """
+        newest = self._run.newest_commit
+        if not self._own:  # a later read does not show which full commit each commit builds on
+            self._own = {sequence: sequence for attempt, sequence in self._run.commit_ids if attempt == self._attempt}
+        if newest:
+            self._manifest = newest.manifest
             self._set_latest(newest.snapshot, (newest.attempt, newest.sequence))
         return newest
 
@@ -120,10 +131,10 @@ class CommitLog:
             ElasticTrainError: The snapshot is torn, or a checkpoint in it is missing or incomplete.
         """
         snapshot = parse_snapshot(data)
-        if snapshot is None:
+        if not snapshot:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
         check_fence(self._store, self._attempt)
-        if not self._is_loaded:
+        if not self._own:
             self.newest_commit()
         manifest = self._list_files(snapshot)
         record = CommitRecord(
@@ -133,6 +144,7 @@ class CommitLog:
             snapshot=snapshot if is_full else {"added": {**snapshot, "since": self._full}},
             manifest=manifest,
         )
+        self._run = RunDirectory(self._store, self._attempt)
         while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
             record = record.model_copy(update={"sequence": record.sequence + 1})
         check_fence(self._store, self._attempt)
@@ -149,14 +161,12 @@ class CommitLog:
         self._set_latest(snapshot, (record.attempt, record.sequence))
         return record
 
-    def _set_latest(self, snapshot: dict[str, Any], commit: CommitId) -> None:
-        """Set :attr:`latest` to the latest checkpoint in a commit's snapshot; None if the snapshot has none."""
+    def _set_latest(self, snapshot: dict[str, Any], commit: layout.CommitId) -> None:
+        """Set :attr:`latest` to the latest checkpoint in a commit's snapshot."""
         latest = latest_checkpoint(snapshot)
-        self.latest = None
-        if latest:
-            name = latest["checkpoint_dir_name"]
-            size_bytes = sum(self._manifest.get(name, {}).values())
-            self.latest = LatestCheckpoint(name, latest["metrics"], size_bytes, commit)
+        name = latest.get("checkpoint_dir_name", "")
+        size_bytes = sum(self._manifest.get(name, {}).values())
+        self.latest = LatestCheckpoint(name, latest.get("metrics") or {}, size_bytes, commit)
 
     def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
         """Return the manifest of the checkpoints in a snapshot: path and size of each file, by checkpoint folder.
@@ -167,7 +177,7 @@ class CommitLog:
         names = checkpoint_names(snapshot)
         for name in names:
             # If the loop manages its checkpoints itself, the newest may have been rewritten under the same name.
-            is_final = name != names[-1] or written_by(name) is not None
+            is_final = name != names[-1] or written_by(name) >= 0
             known = self._manifest.get(name) if is_final else None
             manifest[name] = known or self._list_checkpoint(name)
         return manifest
@@ -183,3 +193,72 @@ class CommitLog:
             if not missing:
                 return files
         raise ElasticTrainError(f"checkpoint {name} in {self._store.uri} is incomplete, not committed: {missing}")
+
+
+def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
+    """Write the snapshot of a resume point into Ray Train's snapshot file, unless the file has this content.
+
+    Without a snapshot in the resume point, delete the file. Return messages about differences that are not expected.
+    """
+    run = RunDirectory(store)
+    if point.snapshot is None:
+        exists = run.read(layout.SNAPSHOT) is not None
+        store.delete(layout.SNAPSHOT)
+        return ["Ray's snapshot belongs to no commit and was removed"] if exists else []
+    text = json.dumps(point.snapshot)
+    if json.dumps(run.mirror) == text:  # compared as text, because NaN in metrics equals nothing
+        return []
+    store.replace(layout.SNAPSHOT, text.encode())
+    # Ray's file is not written by incremental commits, and not copied with a checkpoint.
+    if point.repairs or "since" in point.snapshot or point.base == SEED_COMMIT:
+        return []
+    return ["Ray's snapshot was torn, missing or not the newest commit's, and was rewritten from that"]
+
+
+def adopt_snapshot(store: RunStore) -> list[str]:
+    """Make the first commit of a run that Ray Train wrote without this package, from Ray's snapshot file.
+
+    Returns:
+        Messages for the user, also about checkpoints that are missing.
+
+    Raises:
+        AttemptFailedError: The snapshot is torn, or names no checkpoint that still exists; outcome ``invalid``.
+    """
+    run = RunDirectory(store)
+    snapshot = run.mirror
+    names = checkpoint_names(snapshot)
+    missing = [name for name in names if not run.file_sizes(name)]
+    usable = without_checkpoints(snapshot, missing) if snapshot else None
+    if not usable:
+        raise refusal(
+            f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
+            "names no checkpoint that still exists; remove that file to start from scratch, or give another run_name"
+        )
+    write_first_commit(store, usable)
+    notes = [f"checkpoint {name} was dropped: its folder is missing or empty" for name in missing]
+    adopted = len(names) - len(missing)
+    return [f"the run was written by Ray Train alone; {adopted} of its checkpoints were adopted", *notes]
+
+
+def write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
+    """Write the first commit of a run from a snapshot whose checkpoints exist.
+
+    An existing first commit is not changed.
+    """
+    manifest = {name: store.file_sizes(name) or {} for name in checkpoint_names(snapshot)}
+    attempt, sequence = SEED_COMMIT
+    record = CommitRecord(attempt=attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
+    store.create(layout.commit_name(*SEED_COMMIT), encode(record))
+
+
+def remove_leftovers(store: RunStore, attempt: int) -> list[str]:
+    """Delete the checkpoint folders of a run that no commit needs, except those of attempts later than ``attempt``.
+
+    Return the names of the deleted folders. Raise a FencedOffError if the attempt does not hold the fence.
+    """
+    check = partial(check_fence, store, attempt)
+    check()
+    leftovers = list(RunDirectory(store, attempt).leftovers)
+    for folder in leftovers:
+        store.delete_folder(folder, check)
+    return leftovers

@@ -1,7 +1,5 @@
 """Run names, and the fingerprint that identifies a training."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -62,38 +60,29 @@ def check_run_name(name: str) -> str:
 def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
     """Return the default run name of the n-th training of a flow run. Retries of the flow run have the same name.
 
+    With an empty ``flow_run_id``, return the id of the training within its flow, the same in each flow run.
+
     A subflow's own id changes with a retry, so its name has the root's id and the call's number, and deeper subflows
     also a digest of the calls before. 8 characters of the id distinguish runs of a flow: the first ones, or the last
     ones if the id begins with the time, which scheduled runs may share.
 
     Args:
         flow_name: The flow's name, or the train loop's outside of flows.
-        flow_run_id: Id of the flow run, the root's for a subflow.
+        flow_run_id: Id of the flow run, the root's for a subflow; empty for the name without it.
         ordinal: 1 for the first training of the flow run.
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
-    prefix, suffix = _name_parts(flow_name, ordinal, calls)
-    begins_with_time = flow_run_id[14:15] == "7"  # the version of a UUID
-    return f"{prefix}-{flow_run_id[-8:] if begins_with_time else flow_run_id[:8]}{suffix}"
-
-
-def training_part(flow_name: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
-    """Return the id of a training within its flow, the same in each flow run.
-
-    It is the default run name without the flow run's id.
-    """
-    return "".join(_name_parts(flow_name, ordinal, calls))
-
-
-def _name_parts(flow_name: str, ordinal: int, calls: Sequence[Call]) -> tuple[str, str]:
-    """Return the parts of a default run name before and after the flow run's id."""
-    prefix = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
-    suffix = f"-{ordinal}" if ordinal > 1 else ""
-    if calls:
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
+    name = name[: 80 if calls else 100]
+    if flow_run_id:
+        begins_with_time = flow_run_id[14:15] == "7"  # the version of a UUID
+        name += f"-{flow_run_id[-8:] if begins_with_time else flow_run_id[:8]}"
+    if len(calls) > 1:
         outer = json.dumps([tuple(call) for call in calls[:-1]])
-        digest = f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}" if len(calls) > 1 else ""
-        suffix = f"{digest}.{calls[-1].number}{suffix}"
-    return prefix[: 80 if calls else 100], suffix
+        name += f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}"
+    if calls:
+        name += f".{calls[-1].number}"
+    return f"{name}-{ordinal}" if ordinal > 1 else name
 
 
 def train_loop_name(train_loop: Callable[..., Any] | str) -> str:

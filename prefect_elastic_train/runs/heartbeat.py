@@ -1,8 +1,7 @@
 """Liveness of a run's driver: the heartbeat that it writes, and the checks by other processes."""
 
-from __future__ import annotations
-
 import enum
+import itertools
 import logging
 import os
 import socket
@@ -59,8 +58,9 @@ class HeartbeatWriter:
         interval_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         self._store = store
+        self._attempt = attempt
         self._on_fenced_off = on_fenced_off
-        self._heartbeat = Heartbeat(attempt=attempt, beat=0, interval_seconds=interval_seconds)
+        self._interval_seconds = interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-train-heartbeat", daemon=True)
         self._thread.start()
@@ -72,19 +72,20 @@ class HeartbeatWriter:
 
     def _run(self) -> None:
         is_failing = False
-        while not self._stopped.is_set():
-            self._heartbeat = self._heartbeat.model_copy(update={"beat": self._heartbeat.beat + 1, "at": time.time()})
+        for beat in itertools.count(1):
+            heartbeat = Heartbeat(attempt=self._attempt, beat=beat, interval_seconds=self._interval_seconds)
             try:
-                if newest_attempt_number(self._store) > self._heartbeat.attempt:
+                if newest_attempt_number(self._store) > self._attempt:
                     self._on_fenced_off()
                     return
-                self._store.replace(layout.HEARTBEAT, encode(self._heartbeat))
+                self._store.replace(layout.HEARTBEAT, encode(heartbeat))
                 is_failing = False
             except Exception as error:  # noqa: BLE001 - without heartbeats the driver would count as dead
                 if not is_failing:
                     logger.warning("could not write the heartbeat, will keep trying: %s", error)
                 is_failing = True
-            self._stopped.wait(self._heartbeat.interval_seconds)
+            if self._stopped.wait(self._interval_seconds):
+                return
 
 
 def host_id() -> str:
@@ -123,7 +124,7 @@ def is_alive(store: RunStore, owner: Owner | None) -> bool:
     On the driver's own machine its process is looked up. Elsewhere, or if the owner is unknown, the heartbeat is
     watched for three of its intervals, until it changes. No clocks are compared.
     """
-    if owner is not None and owner.host == host_id():
+    if owner and owner.host == host_id():
         return driver_process(owner) is not None
     first = store.read(layout.HEARTBEAT)
     heartbeat = decode(Heartbeat, first)
@@ -144,17 +145,17 @@ def observe_driver(run: RunDirectory, attempt: RecordedAttempt) -> DriverState:
     """
     now = time.time()
     heartbeat = decode(Heartbeat, run.read(layout.HEARTBEAT))
-    beat_at = heartbeat.at if heartbeat is not None and heartbeat.attempt == attempt.number else 0.0
-    active_at = max(beat_at, attempt.record.started_at if attempt.record is not None else 0.0)
+    beat_at = heartbeat.at if heartbeat and heartbeat.attempt == attempt.number else 0.0
+    active_at = max(beat_at, attempt.record.started_at if attempt.record else 0.0)
     owner = attempt.owner or Owner(flow_run_id="", host="an unknown machine")
     if owner.host == host_id():
-        if driver_process(owner) is not None:
+        if driver_process(owner):
             return DriverState(Liveness.ALIVE, f"process {owner.pid} on this machine", active_at)
         return DriverState(Liveness.DEAD, f"process {owner.pid} on this machine exited", active_at)
     if not active_at:
         return DriverState(Liveness.UNKNOWN, "no heartbeat", 0.0)
     liveness = Liveness.DEAD if now - active_at > _DEAD_SECONDS else Liveness.UNKNOWN
-    if heartbeat is not None and abs(now - beat_at) <= _MISSED_BEATS * heartbeat.interval_seconds:
+    if heartbeat and abs(now - beat_at) <= _MISSED_BEATS * heartbeat.interval_seconds:
         liveness = Liveness.ALIVE
     detail = f"last active {now - active_at:.0f} s ago on {owner.host.partition('/')[0]}"
     return DriverState(liveness, detail, active_at)

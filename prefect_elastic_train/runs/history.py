@@ -1,7 +1,6 @@
 """The run's history: its events in numbered segments, written by the driver."""
 
-from __future__ import annotations
-
+import itertools
 import logging
 import re
 import threading
@@ -21,7 +20,6 @@ _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
 #: The first line of a segment with an ``r`` in its name is a summary of all segments before it.
 _SEGMENT = re.compile(r"(\d{4,})-(\d{3,})(r?)\.jsonl")
-_RECALLED = b'"kind":"run_recalled"'
 
 
 def read_history(store: RunStore, recent: bool = False) -> Iterator[ev.Event]:
@@ -34,7 +32,7 @@ def read_history(store: RunStore, recent: bool = False) -> Iterator[ev.Event]:
     first = max((index for index, match in enumerate(segments) if recent and match[3]), default=0)
     for segment in segments[first:]:
         lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
-        yield from (event for event in map(ev.decode_event, lines) if event is not None)
+        yield from filter(None, map(ev.decode_event, lines))
 
 
 class HistoryWriter:
@@ -46,9 +44,10 @@ class HistoryWriter:
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
         self._attempt = attempt
-        self._segment = 0
-        self._lines: list[bytes] = []  # the current segment
-        self._unwritten: dict[int, list[bytes]] = {}  # lines by number of the segment, until they are written
+        self._segments = itertools.count()
+        self._name = ""  # of the current segment
+        self._content = b""
+        self._unwritten: dict[str, bytes] = {}  # content of the segments that have changed, by name
         self._urgent = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -92,14 +91,16 @@ class HistoryWriter:
             self._write()
 
     def _append(self, *events: ev.Event) -> None:
-        for line in [ev.encode_event(event).encode() + b"\n" for event in events]:
+        for event in events:
+            line = ev.encode_event(event).encode() + b"\n"
+            is_summary = isinstance(event, ev.RunRecalled)
             with self._lock:
-                is_full = sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES
-                if self._lines and (is_full or _RECALLED in line):
-                    self._segment += 1
-                    self._lines = []
-                self._lines.append(line)
-                self._unwritten[self._segment] = self._lines
+                if not self._content or is_summary or len(self._content) + len(line) > _SEGMENT_BYTES:
+                    mark = "r" if is_summary else ""
+                    self._name = f"{layout.EVENTS}/{self._attempt:04d}-{next(self._segments):03d}{mark}.jsonl"
+                    self._content = b""
+                self._content += line
+                self._unwritten[self._name] = self._content
 
     def _run(self) -> None:
         while not self._closed:
@@ -110,13 +111,12 @@ class HistoryWriter:
 
     def _write(self) -> None:
         with self._lock:  # released while the storage is waited for
-            unwritten = {segment: list(lines) for segment, lines in self._unwritten.items()}
+            unwritten = dict(self._unwritten)
         try:
-            for segment, lines in sorted(unwritten.items()):
-                mark = "r" * (_RECALLED in lines[0])
-                self._store.replace(f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}{mark}.jsonl", b"".join(lines))
+            for name, content in unwritten.items():
+                self._store.replace(name, content)
                 with self._lock:
-                    if len(self._unwritten.get(segment, [])) == len(lines):
-                        self._unwritten.pop(segment, None)
+                    if self._unwritten.get(name) == content:
+                        del self._unwritten[name]
         except Exception as error:  # noqa: BLE001 - training matters more
             logger.warning("could not write the history, will try again: %s", error)

@@ -1,7 +1,5 @@
 """Summaries, details and verification of a run, read from its directory for the CLI, and the result of a training."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 
@@ -97,30 +95,30 @@ def summarize(run: RunDirectory) -> RunSummary | None:
     commit = run.newest_commit
     attempt = run.newest_attempt
     fields: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
-    times = [run.record.created_at] if run.record is not None else []
-    if commit is not None:
+    times = [run.record.created_at] if run.record else []
+    if commit:
         times.append(commit.at)
         fields |= {
             "reports": commit.snapshot["current_report_index"],
-            "metrics": (latest_checkpoint(commit.snapshot) or {}).get("metrics") or {},
+            "metrics": latest_checkpoint(commit.snapshot).get("metrics") or {},
             "checkpoints": len(commit.snapshot["checkpoint_results"]),
             "size_bytes": sum(sum(files.values()) for files in commit.manifest.values()),
             "last_commit_at": commit.at,
         }
-    if attempt is not None and attempt.ended is not None:
+    if attempt.ended:
         times.append(attempt.ended.at)
         fields |= {
             "state": _ENDS.get(attempt.outcome, RunState.FAILED),
             "outcome": attempt.outcome,
             "detail": attempt.end_message,
         }
-    elif attempt is not None:
+    elif attempt.number:
         driver = observe_driver(run, attempt)
         times.append(driver.active_at)
         fields |= {"state": _STATES[driver.liveness], "life": driver.liveness, "detail": driver.detail}
-    if attempt is not None and attempt.is_pruner:
+    if attempt.is_pruner:
         fields["state"] = RunState.DELETING
-    if run.owner is not None:
+    if run.owner:
         fields |= run.owner.model_dump(include={"flow_run_id", "flow_run_name", "flow_name"})
     return RunSummary(
         name=run.name,
@@ -134,7 +132,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
 def inspect_run(run: RunDirectory) -> RunDetails | None:
     """Return all records of a run and the totals of its history; None if this package did not write the run."""
     summary = summarize(run)
-    if summary is None:
+    if not summary:
         return None
     accounts = add_up(read_history(run.store))
     commit = run.newest_commit
@@ -186,7 +184,7 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
         score: Metric that is kept first if the result must be shortened for the attempt's final event.
     """
     run = RunDirectory(store)
-    point = run.find_resume_point(check_files=True)
+    point = run.find_resume_point()
     latest = latest_checkpoint(point.snapshot)
     best = run.best_checkpoint(point.commit)
     left_out = accounts.reports - len(accounts.history)

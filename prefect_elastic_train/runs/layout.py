@@ -1,7 +1,5 @@
 """Names of the objects in a run directory."""
 
-from __future__ import annotations
-
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own file; a mirror of the newest full commit
 STATE_FOLDER = ".elastic_train"
 RUN = f"{STATE_FOLDER}/run.json"

@@ -4,8 +4,6 @@ A plan is made without writing, and checked again before each deletion. Before a
 taken: a driver that seemed dead stops at its next check of the fence, and a new driver finds the run owned by another.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,8 +13,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrain
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.heartbeat import Liveness, is_alive, this_process
-from prefect_elastic_train.runs.inspecting import RunState, RunSummary, summarize
-from prefect_elastic_train.runs.layout import CommitId
+from prefect_elastic_train.runs.inspecting import RunState, summarize
 from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
 
@@ -43,7 +40,7 @@ class RunPlan:
 
     run: str
     newest_attempt: int
-    newest_commit: CommitId | None
+    newest_commit: layout.CommitId | None
     deletions: list[Deletion] = field(default_factory=list)
     skipped: str = ""  # reason why nothing may be deleted; empty if something is, or if there is nothing to delete
 
@@ -57,37 +54,35 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
     try:
         summary = summarize(run)
         plan = RunPlan(run.name, max(run.attempt_numbers, default=0), run.newest_commit_id)
-        return plan if summary is None else _plan(run, summary, plan, older_than_seconds)
+        if not summary:
+            return plan
+        has_no_end = summary.attempts and not run.newest_attempt.ended
+        is_interrupted = summary.state is RunState.DELETING
+        idle_seconds = time.time() - (summary.last_activity_at or 0.0)
+        if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
+            activity = "deleted" if is_interrupted else "trained, or may be"
+            return replace(plan, skipped=f"it is being {activity}: {summary.detail}")
+        settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
+        if not is_interrupted and idle_seconds <= settle_seconds:
+            return replace(plan, skipped="it was active just now, or was claimed within a day and is about to begin")
+        is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
+        if is_interrupted or is_old:
+            # The driver's clock may be wrong: before its run is deleted, its heartbeat is watched.
+            if has_no_end and is_alive(run.store, run.newest_attempt.owner):
+                return replace(plan, skipped="it is being trained: its heartbeat changes")
+            reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
+            if is_interrupted:
+                reason = "its deletion was interrupted"
+            return replace(plan, deletions=[Deletion("", sum(run.file_sizes("").values()), reason)])
+        if run.resume_point.repairs:
+            return replace(plan, skipped=f"a resume repairs it first: {run.resume_point.repairs[0]}")
+        leftovers = [Deletion(folder, size, "no commit needs it") for folder, size in run.leftovers.items()]
+        if leftovers and has_no_end:
+            skipped = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
+            return replace(plan, skipped=skipped)
+        return replace(plan, deletions=leftovers)
     except AttemptFailedError as error:  # commits are lost, or an older version wrote the run
         return RunPlan(run.name, 0, None, skipped=str(error))
-
-
-def _plan(run: RunDirectory, summary: RunSummary, plan: RunPlan, older_than_seconds: float | None) -> RunPlan:
-    newest = run.newest_attempt
-    has_no_end = newest is not None and newest.ended is None
-    is_interrupted = summary.state is RunState.DELETING
-    idle_seconds = time.time() - (summary.last_activity_at or 0.0)
-    if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
-        activity = "deleted" if is_interrupted else "trained, or may be"
-        return replace(plan, skipped=f"it is being {activity}: {summary.detail}")
-    settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
-    if not is_interrupted and idle_seconds <= settle_seconds:
-        return replace(plan, skipped="it was active just now, or was claimed within a day and is about to begin")
-    is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
-    if is_interrupted or is_old:
-        owner = newest.owner if newest is not None else None
-        # The driver's clock may be wrong: before its run is deleted, its heartbeat is watched.
-        if has_no_end and is_alive(run.store, owner):
-            return replace(plan, skipped="it is being trained: its heartbeat changes")
-        reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
-        if is_interrupted:
-            reason = "its deletion was interrupted"
-        return replace(plan, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
-    leftovers = run.leftovers
-    if leftovers and has_no_end:
-        skipped = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
-        return replace(plan, skipped=skipped)
-    return replace(plan, deletions=[Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()])
 
 
 def delete_planned(store: RunStore, plan: RunPlan) -> Iterator[Deletion]:
@@ -140,11 +135,10 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
     for folder in [*store.folders(), *state]:
         if folder not in (layout.STATE_FOLDER, layout.ATTEMPTS):
             store.delete_folder(folder, check)
-    check()
+    files = store.file_sizes("") or {}
+    check()  # after the listing, which so has no record of a later attempt
     store.abandon_uploads()
-    records = [f"{layout.STATE_FOLDER}/{name}" for name in store.names(layout.STATE_FOLDER)]
-    attempts = [layout.attempt_name(attempt) for attempt in RunDirectory(store, number - 1).attempt_numbers]
-    for name in [*store.names(""), *records, *attempts, layout.attempt_name(number)]:
+    for name in sorted(files, key=layout.attempt_name(number).__eq__):  # the record of this attempt last
         store.delete(name)
 
     def check_not_started() -> None:

@@ -3,8 +3,6 @@
 The fence, a resume, ``resume_from``, results and ``elastic-train runs`` read a run through :class:`RunDirectory`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -47,29 +45,24 @@ class RecordedAttempt(BaseModel, frozen=True, ser_json_inf_nan="null"):
     """The records of an attempt's start and of its end, each None if it is missing or torn."""
 
     number: int
-    record: AttemptRecord | None
-    ended: EndedRecord | None
+    record: AttemptRecord | None = None
+    ended: EndedRecord | None = None
 
     @property
     def owner(self) -> Owner | None:
         """Owner of the attempt; None if the record of the attempt's start is missing or torn."""
-        return self.record.owner if self.record is not None else None
+        return self.record.owner if self.record else None
 
     @property
     def outcome(self) -> str:
         """Outcome of the attempt; empty without a record of the attempt's end."""
-        return self.ended.outcome if self.ended is not None else ""
+        return self.ended.outcome if self.ended else ""
 
     @property
     def end_message(self) -> str:
         """First line of the message about the attempt's end or its exhausted budget; empty if no end is recorded."""
-        message = (self.ended.verdict or self.ended.message) if self.ended is not None else ""
+        message = self.ended.verdict or self.ended.message if self.ended else ""
         return message.strip().partition("\n")[0]
-
-    @property
-    def is_completed(self) -> bool:
-        """True if the train loop returned in this attempt, so that the run has a result."""
-        return self.outcome == Outcome.COMPLETED.value
 
     @property
     def is_pruner(self) -> bool:
@@ -88,18 +81,17 @@ class ResumePoint:
     @property
     def base(self) -> CommitId | None:
         """Id of the commit that the attempt starts from; None for a start from scratch."""
-        return (self.commit.attempt, self.commit.sequence) if self.commit is not None else None
+        return (self.commit.attempt, self.commit.sequence) if self.commit else None
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
         """Ray Train's snapshot that the attempt starts from; None for a start from scratch."""
-        return self.commit.snapshot if self.commit is not None else None
+        return self.commit.snapshot if self.commit else None
 
     @property
     def checkpoint(self) -> str:
         """Name of the checkpoint folder that training resumes from; empty for a start from scratch."""
-        latest = snapshots.latest_checkpoint(self.snapshot)
-        return latest["checkpoint_dir_name"] if latest else ""
+        return str(snapshots.latest_checkpoint(self.snapshot).get("checkpoint_dir_name", ""))
 
     @property
     def initial_metrics(self) -> dict[str, Any]:
@@ -107,8 +99,8 @@ class ResumePoint:
 
         The checkpoint was copied from another run, or Ray Train wrote it without this package.
         """
-        latest = snapshots.latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
-        return (latest or {}).get("metrics") or {}
+        latest = snapshots.latest_checkpoint(self.snapshot)
+        return latest.get("metrics") or {} if self.base == SEED_COMMIT else {}
 
 
 class RunDirectory:
@@ -125,8 +117,8 @@ class RunDirectory:
         self.name = store.path.rpartition("/")[2]
         self._last_attempt = math.inf if attempt is None else attempt
         # cached_property of Python 3.10 and 3.11 holds one lock for all instances; many runs are read in parallel.
-        self.read: Callable[[str], bytes | None] = cache(store.read)
-        self.names: Callable[[str], list[str]] = cache(store.names)
+        self.read = cache(store.read)
+        self.names = cache(store.names)
         self.commit = cache(self.commit)  # type: ignore[method-assign]
         self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
         self._top_folders = cache(store.folders)  # lists folders without a file, too, as an upload may leave one
@@ -139,20 +131,20 @@ class RunDirectory:
     @property
     def owner(self) -> Owner | None:
         """Owner of the newest attempt whose record can be read, else the run's creator; None if neither can be read."""
-        if self._newest_record is not None:
-            return self._newest_record.owner
-        return self.record.creator if self.record is not None else None
+        if self.newest_record:
+            return self.newest_record.owner
+        return self.record.creator if self.record else None
 
     @property
     def fingerprint(self) -> Fingerprint | None:
         """Fingerprint of the newest attempt whose record can be read, else that in ``run.json``; None without both."""
-        newest = self._newest_record.fingerprint if self._newest_record is not None else None
-        return newest or (self.record.fingerprint if self.record is not None else None)
+        newest = self.newest_record.fingerprint if self.newest_record else None
+        return newest or (self.record.fingerprint if self.record else None)
 
     @property
     def started_from(self) -> str:
         """URI of the checkpoint of another run that this run started from; empty for none. It may be deleted by now."""
-        source = (self.record.source if self.record is not None else "") or ""
+        source = self.record.source if self.record else None
         return f"{self.uri.rpartition('/')[0]}/{source.replace('@', '/', 1)}" if source else ""
 
     @property
@@ -168,21 +160,22 @@ class RunDirectory:
     @property
     def attempt_numbers(self) -> list[int]:
         """Numbers of all attempts of the run, ascending."""
-        matches = map(_ATTEMPT.fullmatch, self.names(layout.ATTEMPTS))
-        numbers = sorted(int(match[1]) for match in matches if match)
-        return [number for number in numbers if number <= self._last_attempt]
+        return [number for (number,) in self._numbered(layout.ATTEMPTS, _ATTEMPT)]
 
     @property
     def commit_ids(self) -> list[CommitId]:
         """Ids of all commits of the run, ascending, including commits outside the lineage."""
-        matches = map(_COMMIT.fullmatch, self.names(layout.COMMITS))
-        ids = sorted((int(match[1]), int(match[2])) for match in matches if match)
-        return [commit for commit in ids if commit[0] <= self._last_attempt]
+        return self._numbered(layout.COMMITS, _COMMIT)
 
     @property
-    def newest_attempt(self) -> RecordedAttempt | None:
-        """Records of the newest attempt, which holds the fence; None without attempts. No other record is read."""
-        return self.attempt(self.attempt_numbers[-1]) if self.attempt_numbers else None
+    def newest_attempt(self) -> RecordedAttempt:
+        """Records of the newest attempt, which holds the fence; number 0 without attempts. No other record is read."""
+        return self.attempt(self.attempt_numbers[-1]) if self.attempt_numbers else RecordedAttempt(number=0)
+
+    @property
+    def newest_record(self) -> AttemptRecord | None:
+        """Record of the start of the newest attempt whose record can be read; None if there is none."""
+        return next(filter(None, map(self.attempt_record, reversed(self.attempt_numbers))), None)
 
     @property
     def next_attempt_number(self) -> int:
@@ -190,7 +183,7 @@ class RunDirectory:
 
         No number is used twice, even if an attempt's record was removed by hand.
         """
-        writers = [written_by(folder) or 0 for folder in self._folders]
+        writers = [written_by(folder) for folder in self._folders]
         return max([0, *self.attempt_numbers, *(attempt for attempt, _ in self.commit_ids), *writers]) + 1
 
     @property
@@ -216,7 +209,7 @@ class RunDirectory:
                 continue
             yield from (commit for commit in reversed(ids) if commit[0] == attempt and commit <= last)
             record = self.attempt_record(attempt)
-            if record is not None and record.confirmed:
+            if record and record.confirmed:
                 if record.base is None:
                     return
                 last = record.base
@@ -239,8 +232,8 @@ class RunDirectory:
         Raises:
             AttemptFailedError: The commits that name the run's checkpoints are torn or lost; outcome ``invalid``.
         """
-        point = self.find_resume_point(check_files=True)
-        if point.commit is None:
+        point = self.find_resume_point()
+        if not point.commit:
             self._check_no_commit_is_lost()
         return point
 
@@ -249,25 +242,19 @@ class RunDirectory:
         """Checkpoint folders that no commit needs, and the size of their files in bytes.
 
         These are interrupted uploads, dropped checkpoints, and checkpoints that are no longer kept. While a repair is
-        due, every checkpoint that a commit or Ray's snapshot names is needed. While the newest commit is torn, all
-        folders are. Raises as :attr:`resume_point` does.
+        due, all folders are needed. Raises as :attr:`resume_point` does.
         """
-        newest = self.newest_commit_id
-        if newest is not None and self.commit(newest) is None:
-            return {}
         point = self.resume_point
         is_needed = _overlapping(snapshots.checkpoint_names(point.snapshot))
         folders = [folder for folder in self._folders if not is_needed(folder)]
-        if not folders:
+        if point.repairs or not folders:
             return {}
-        commits = map(self.commit, self.commit_ids[0 if point.repairs else -RECENT :])
-        committed = {name for commit in commits if commit is not None for name in commit.manifest}
-        if point.repairs:
-            is_needed = _overlapping([*snapshots.checkpoint_names(self.mirror), *committed])
+        commits = filter(None, map(self.commit, self.commit_ids[-RECENT:]))
+        committed = {name for commit in commits for name in commit.manifest}
         return {
-            folder: sum(self._files().get(folder, {}).values())
+            folder: sum(self.file_sizes(folder).values())
             for folder in folders
-            if not is_needed(folder) and (written_by(folder) is not None or folder in committed)
+            if written_by(folder) >= 0 or folder in committed
         }
 
     def attempt(self, number: int) -> RecordedAttempt:
@@ -288,14 +275,12 @@ class RunDirectory:
             AttemptFailedError: The full commit is missing or torn; outcome ``invalid``.
         """
         record = decode(CommitRecord, self.read(layout.commit_name(*commit)))
-        if record is None:
-            return None
-        added = record.snapshot.get("added")
-        if not snapshots.is_consistent(added or record.snapshot):
+        added = record.snapshot.get("added") if record else None
+        if not record or not snapshots.is_consistent(added or record.snapshot):
             return None
         if added:
             full = self.commit((commit[0], added["since"]))
-            if full is None:  # the other checkpoints that are needed are unknown
+            if not full:  # the other checkpoints that are needed are unknown
                 raise refusal(
                     f"commit {layout.commit_label(commit)} of {self.uri} adds to commit {added['since']} of its "
                     f"attempt, which is torn or missing in {layout.COMMITS}. Nothing was changed. Restore that file, "
@@ -306,12 +291,12 @@ class RunDirectory:
             record = record.model_copy(update={"snapshot": added, "manifest": full.manifest | record.manifest})
         return record
 
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        """Return path and size in bytes of all files below a folder of the run; None if there is no such folder.
+    def file_sizes(self, folder: str) -> dict[str, int]:
+        """Return path and size in bytes of all files below a folder of the run; empty if there is no such folder.
 
         The run directory is listed once, at the first call.
         """
-        return self._files().get(folder)
+        return self._files().get(folder, {})
 
     def damage_of(self, checkpoint: str, manifest: dict[str, int]) -> str:
         """Return a message about files of a checkpoint that are missing or have a size other than in its manifest.
@@ -320,34 +305,35 @@ class RunDirectory:
         """
         if incomplete := missing_rank_files_message(manifest):
             return incomplete
-        sizes = dict(self.file_sizes(checkpoint) or {})
-        unlisted = sorted(manifest.keys() - sizes.keys())
-        for name in unlisted:  # the listing may be stale: check by name, up to the first file that is missing
-            size = self.store.size(f"{checkpoint}/{name}")
+        listed = self.file_sizes(checkpoint)
+        for name, expected in sorted(manifest.items()):
+            # The listing may be stale: a file that it does not have is looked up by its name.
+            size = listed[name] if name in listed else self.store.size(f"{checkpoint}/{name}")
             if size is None:
+                unlisted = manifest.keys() - listed.keys()
                 return f"{len(unlisted)} of {len(manifest)} files are missing, first {name}"
-            sizes[name] = size
-        wrong = [name for name, size in sorted(manifest.items()) if sizes[name] != size]
-        return f"{wrong[0]} has {sizes[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
+            if size != expected:
+                return f"{name} has {size} bytes instead of {expected}"
+        return ""
 
     def score_attribute(self, commit: CommitRecord) -> str:
         """Return the name of the metric that ranks the checkpoints of a commit; empty for none."""
         record = self.attempt_record(commit.attempt)
-        return record.score_attribute if record is not None else ""
+        return record.score_attribute if record else ""
 
     def best_checkpoint(self, commit: CommitRecord | None) -> str:
         """Return the folder of the best checkpoint of a commit; the newest one if no metric ranks checkpoints.
 
         Return an empty text without a commit, or if no checkpoint has the score.
         """
-        if commit is None:
+        if not commit:
             return ""
         best = commit.snapshot["checkpoint_results"][-1]  # Ray sorts by score, ascending
         attribute = self.score_attribute(commit)
         has_score = not attribute or score_of(best["metrics"] or {}, attribute) is not None
         return str(best["checkpoint_dir_name"]) if has_score else ""
 
-    def find_resume_point(self, *, check_files: bool) -> ResumePoint:
+    def find_resume_point(self, check_files: bool = True) -> ResumePoint:
         """Return the newest commit of the lineage that has a checkpoint left, or a resume point without a commit.
 
         With ``check_files``, checkpoints with missing or damaged files are dropped. If the lineage then has no
@@ -361,11 +347,11 @@ class RunDirectory:
         overtaken = (number for number in reversed(self.commit_ids) if check_files and seen and number not in seen)
         for number in itertools.chain(self.lineage, overtaken):  # read one by one: usually the first is intact
             seen.add(number)
-            later = [self.attempt_record(attempt) for attempt in self.attempt_numbers if attempt > number[0]]
-            lost.update(name for record in later if record is not None for name in record.dropped)
+            later = (self.attempt_record(attempt) for attempt in self.attempt_numbers if attempt > number[0])
+            lost.update(*(record.dropped for record in later if record))
             commit = self.commit(number)
             label = layout.commit_label(number)
-            if commit is None:
+            if not commit:
                 repairs.append(f"commit {label} is torn and was skipped")
                 continue
             for name in snapshots.checkpoint_names(commit.snapshot) if check_files else []:
@@ -384,10 +370,11 @@ class RunDirectory:
             repairs.append(f"commit {label} has no intact checkpoint left and was skipped")
         return ResumePoint(None, dropped, repairs)
 
-    @property
-    def _newest_record(self) -> AttemptRecord | None:
-        """Record of the start of the newest attempt whose record can be read; None if there is none."""
-        return next(filter(None, map(self.attempt_record, reversed(self.attempt_numbers))), None)
+    def _numbered(self, folder: str, pattern: re.Pattern[str]) -> list[Any]:
+        """Return the numbers in the names of a folder's objects that match a pattern, ascending; the first: attempt."""
+        matches = filter(None, map(pattern.fullmatch, self.names(folder)))
+        numbers = sorted(tuple(map(int, match.groups())) for match in matches)
+        return [each for each in numbers if each[0] <= self._last_attempt]
 
     @property
     def _folders(self) -> list[str]:
@@ -395,12 +382,9 @@ class RunDirectory:
 
         A folder's path may contain slashes, as the loop's name of a checkpoint may.
         """
-        top = self._top_folders()
-        written = {folder for folder in (*self._files(), *top) if written_by(folder) is not None}
-        outermost = [folder for folder in written if written.isdisjoint(_with_parents(folder)[:-1])]
-        is_written = _overlapping(outermost)
-        others = [folder for folder in top if folder != layout.STATE_FOLDER and not is_written(folder)]
-        return sorted(folder for folder in [*outermost, *others] if (written_by(folder) or 0) <= self._last_attempt)
+        written = (folder for folder in self._files() if written_by(folder) >= 0)
+        folders = {*self._top_folders(), *written} - {layout.STATE_FOLDER}
+        return sorted(folder for folder in folders if written_by(folder) <= self._last_attempt)
 
     def _check_no_commit_is_lost(self) -> None:
         """Raise an error if the run has checkpoints whose commits are lost or torn.
@@ -409,25 +393,23 @@ class RunDirectory:
         """
         mirrored = snapshots.checkpoint_names(self.mirror)
         left = sorted({*self._folders, *filter(self.store.file_sizes, mirrored)})  # the listing may be stale
-        is_mirrored = _overlapping(mirrored)
+
         # Search for traces of commits since the newest start from scratch. Ray's file is written after a commit.
         started = [record for record in map(self.attempt_record, self.attempt_numbers) if record and record.confirmed]
         scratch = max((record.attempt for record in started if record.base is None), default=0)
         committed = [attempt for attempt, _ in self.commit_ids]
+        committed += [record.attempt for record in started if record.base is not None]
         committed += [event.attempt for event in read_history(self.store) if isinstance(event, CheckpointCommitted)]
-        has_committed = max(committed, default=-1) >= scratch or any(record.attempt > scratch for record in started)
-        if not has_committed and not any(map(is_mirrored, left)):
+        if max(committed, default=-1) < scratch and not any(map(_overlapping(mirrored), left)):
             # The others are interrupted uploads, and folders that a person or the loop made.
-            left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]
-        if not left:
-            return
-        shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
-        raise refusal(
-            f"no commit of {self.uri} with an intact checkpoint is left or readable, and it holds {len(left)} folders "
-            f"that may be checkpoints ({shown}). Nothing was changed. Either restore the files in {layout.COMMITS}, "
-            f"move the folders away to start from scratch, move {layout.STATE_FOLDER} away and give resume=True to "
-            "use Ray's snapshot, if there is one, or give another run_name"
-        )
+            left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) < 0]
+        if left:
+            raise refusal(
+                f"no commit of {self.uri} with an intact checkpoint is left or readable, and it holds {len(left)} "
+                f"folders that may be checkpoints ({', '.join(left[:5])}). Nothing was changed. Either restore the "
+                f"files in {layout.COMMITS}, move the folders away to start from scratch, move {layout.STATE_FOLDER} "
+                "away and give resume=True to use Ray's snapshot, if there is one, or give another run_name"
+            )
 
 
 def newest_attempt_number(store: RunStore) -> int:
@@ -450,9 +432,8 @@ def _by_folder(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
     """
     files: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
-        parts = name.split("/")
-        for depth in range(len(parts)):
-            files.setdefault("/".join(parts[:depth]), {})["/".join(parts[depth:])] = size
+        for folder in ("", *_with_parents(name)[:-1]):
+            files.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = size
     return files
 
 

@@ -5,8 +5,6 @@ replaced gets an error at the first change that it tries. Checkpoint uploads nee
 the name of a checkpoint's folder is never used twice, so a late upload overwrites nothing.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
@@ -39,7 +37,6 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self.store = store
         self.attempt = attempt
         self.commits = CommitLog(store, attempt)
-        self._unread_snapshot = b""  # Ray looks whether the snapshot exists, and then opens it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.store, self.attempt)
@@ -68,15 +65,15 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return [self._file_info(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        sizes = self.store.file_sizes(self.relative_path(selector.base_dir))
+        base = selector.base_dir
+        sizes = self.store.file_sizes(self.relative_path(base))
         if sizes is None and not selector.allow_not_found:
-            raise FileNotFoundError(f"{selector.base_dir}: there is no such folder")
-        entries: dict[str, fs.FileInfo] = {}
-        for name, size in (sizes or {}).items():
-            for parent in map(str, list(PurePosixPath(name).parents)[:-1]):
-                entries[parent] = fs.FileInfo(f"{selector.base_dir}/{parent}", type=fs.FileType.Directory)
-            entries[name] = fs.FileInfo(f"{selector.base_dir}/{name}", type=fs.FileType.File, size=size)
-        return [info for name, info in entries.items() if selector.recursive or "/" not in name]
+            raise FileNotFoundError(f"{base}: there is no such folder")
+        files = sizes or {}
+        folders = {str(parent) for name in files for parent in PurePosixPath(name).parents} - {"."}
+        infos = [fs.FileInfo(f"{base}/{name}", type=fs.FileType.Directory) for name in folders]
+        infos += [fs.FileInfo(f"{base}/{name}", type=fs.FileType.File, size=size) for name, size in files.items()]
+        return [info for info in infos if selector.recursive or "/" not in info.path.removeprefix(f"{base}/")]
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Check that the attempt holds the fence, and create nothing: a folder exists once a file in it does."""
@@ -87,8 +84,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         name = self.relative_path(path)
         if name.split("/")[0] in ("", layout.STATE_FOLDER):
             raise ElasticTrainError(f"refused to delete {path}, which is no checkpoint of {self.store.uri}")
-        if not self.store.delete_folder(name, self._check_fence):
-            raise FileNotFoundError(f"{path}: there is no such folder")
+        self.store.delete_folder(name, self._check_fence)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file of the run for reading. For Ray Train's snapshot file, this is the snapshot in the newest commit.
@@ -97,8 +93,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         """
         name = self.relative_path(path)
         if name == layout.SNAPSHOT:
-            data = self._unread_snapshot or self._snapshot()
-            self._unread_snapshot = b""
+            data = self._snapshot()
             if not data:
                 raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
             return pa.PythonFile(io.BytesIO(data), mode="r")
@@ -143,21 +138,15 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def _file_info(self, path: str) -> fs.FileInfo:
         name = self.relative_path(path)
-        if not name:
-            return fs.FileInfo(path, type=fs.FileType.Directory)
-        if name == layout.SNAPSHOT:
-            self._unread_snapshot = self._snapshot()
-            size = len(self._unread_snapshot) or None
-        else:
-            size = self.store.size(name)
+        size = len(self._snapshot()) or None if name == layout.SNAPSHOT else self.store.size(name)
         if size is not None:
             return fs.FileInfo(path, type=fs.FileType.File, size=size)
-        is_folder = self.store.file_sizes(name) is not None
+        is_folder = not name or self.store.file_sizes(name) is not None
         return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
 
     def _snapshot(self) -> bytes:
         commit = self.commits.newest_commit()
-        return b"" if commit is None else json.dumps(commit.snapshot).encode()
+        return json.dumps(commit.snapshot).encode() if commit else b""
 
     def _check_fence(self) -> None:
         if not self.attempt:

@@ -3,8 +3,6 @@
 The data that the dataset returned for an index is not checked.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.loop.ledger import Digest, Ledger, combine
+from prefect_elastic_train.loop.ledger import Digest, combine, digests
 from prefect_elastic_train.loop.order import SampleOrder, StepBatches
 from prefect_elastic_train.loop.rank_files import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
@@ -46,14 +44,9 @@ class SampleCheck(BaseModel, frozen=True):
         seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
         if self.exact and not self.wrong:
             return f"{seen}: exactly the expected ones, by index"
-        steps = "before the oldest checkpoint that is kept"
-        if self.wrong:
-            steps = ", ".join(map(str, self.wrong[:_SHOWN_STEPS])) + ", ..." * (len(self.wrong) > _SHOWN_STEPS)
-        return f"{seen}, and NOT exactly the expected ones: steps {steps}"
-
-
-class _UnknownSamplesError(Exception):
-    """A checkpoint has no readable record of the samples that the steps have seen."""
+        steps = ", ".join(map(str, self.wrong[:_SHOWN_STEPS])) or "before the oldest checkpoint that is kept"
+        more = ", ..." if len(self.wrong) > _SHOWN_STEPS else ""
+        return f"{seen}, and NOT exactly the expected ones: steps {steps}{more}"
 
 
 def check_samples(run: RunDirectory) -> SampleCheck | None:
@@ -63,7 +56,7 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
     checkpoints that are kept.
     """
     commit = run.newest_commit
-    folders = checkpoint_names(commit.snapshot if commit is not None else None)
+    folders = checkpoint_names(commit.snapshot if commit else None)
     if not folders:
         return None
     is_exact: dict[int, bool] = {}  # by step
@@ -72,14 +65,14 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
     for folder in folders:  # the newest last
         try:
             about, parts = _read(run, folder)
-        except _UnknownSamplesError as error:
+        except ValueError as error:
             return SampleCheck(name=run.name, unknown=f"which samples were seen is not known: {error}")
         order = SampleOrder(**about["order"])
-        digests = combine(part["steps"] for part in parts)
+        seen = combine(part["steps"] for part in parts)
         since = int(parts[0]["since"])
-        matches = (digests == _expected(order, range(since, since + len(digests)))).all(axis=1)
+        matches = (seen == _expected(order, range(since, since + len(seen)))).all(axis=1)
         is_exact |= dict(enumerate(matches.tolist(), start=since))
-        total = combine([*(part["total"] for part in parts), *digests])
+        total = combine([*(part["total"] for part in parts), *seen])
     done = range(about["began_at"], about["step"])
     chunks = (done[start : start + _CHUNK_STEPS] for start in range(0, len(done), _CHUNK_STEPS))
     expected = combine(combine(_expected(order, steps)) for steps in chunks)
@@ -96,33 +89,28 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
 
 def _expected(order: SampleOrder, steps: range) -> Digest:
     """Return the digests of steps that have seen exactly the samples that the sample order has for them."""
-    ledger = Ledger(steps.start)
-    for step, samples in zip(steps, StepBatches(order, steps).arrays(), strict=True):
-        ledger.add(samples, step)
-    digests: Digest = ledger.flush(steps.stop)["steps"]
-    return digests
+    return digests([*StepBatches(order, steps).arrays()], steps.start)
 
 
 def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
     """Return the session's metadata in a checkpoint, and the sample digests of each of its ranks.
 
     Raises:
-        _UnknownSamplesError: The checkpoint has no digests, or they are damaged.
+        ValueError: The checkpoint has no digests, or they are damaged.
     """
     about = json.loads(run.store.read(f"{folder}/{SESSION_FILE}") or b"{}")
     if "order" not in about:
-        raise _UnknownSamplesError(
+        raise ValueError(
             f"checkpoint {loop_name(folder)} has no digests of them, which only a loop with batches from "
             "prefect_elastic_train.loop.session stores"
         )
-    return about, [_read_digests(run, folder, rank, about["world_size"]) for rank in range(about["world_size"])]
-
-
-def _read_digests(run: RunDirectory, folder: str, rank: int, world_size: int) -> dict[str, Digest]:
-    content = run.store.read(str(rank_file(folder, rank, world_size))) or b""
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in ("since", "total", "steps")}
-    except (EOFError, KeyError, ValueError, BadZipFile) as error:
-        file = f"{rank_file('', rank, world_size)} of checkpoint {loop_name(folder)}"
-        raise _UnknownSamplesError(f"{file} is missing or damaged ({type(error).__name__})") from error
+    parts = []
+    for rank in range(about["world_size"]):
+        file = rank_file(folder, rank, about["world_size"])
+        try:
+            with np.load(io.BytesIO(run.store.read(str(file)) or b""), allow_pickle=False) as arrays:
+                parts.append({name: arrays[name] for name in ("since", "total", "steps")})
+        except (EOFError, KeyError, ValueError, BadZipFile) as error:
+            problem = f"is missing or damaged ({type(error).__name__})"
+            raise ValueError(f"{file.name} of checkpoint {loop_name(folder)} {problem}") from error
+    return about, parts

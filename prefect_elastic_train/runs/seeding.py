@@ -1,7 +1,5 @@
 """``resume_from``: choose a checkpoint of another run, and copy it into a new run."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from dataclasses import dataclass, field, replace
@@ -13,8 +11,8 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CompletedRuns, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import write_first_commit
 from prefect_elastic_train.runs.fingerprints import LATEST_RUN, check_run_name
-from prefect_elastic_train.runs.repair import write_first_commit
 from prefect_elastic_train.runs.run_directory import RunDirectory, refusal
 from prefect_elastic_train.runs.snapshots import seed_snapshot
 from prefect_elastic_train.storage.opening import Storage
@@ -76,7 +74,7 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
         AttemptFailedError: There is no such checkpoint, or its copy is damaged.
     """
     record = decode(RunRecord, target.read(layout.RUN))
-    if record is None or not record.resume_from:
+    if not record or not record.resume_from:
         return []
     # A run that is taken over starts from the checkpoint that its creator requested.
     source = choose_source(storage, replace(request, resume_from=record.resume_from))
@@ -105,7 +103,7 @@ def record_completed_run(storage: Storage, name: str) -> None:
     If two runs are added at the same time, one may be lost from the list.
     """
     record = decode(RunRecord, storage.run(name).read(layout.RUN))
-    if record is None:
+    if not record:
         return
     folder, file = _completed_runs_file(storage, record.creator, record.part)
     recorded = decode(CompletedRuns, folder.read(file)) or CompletedRuns()
@@ -123,13 +121,13 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     folder, file = _completed_runs_file(storage, request.owner, request.part)
     data = folder.read(file)
     recorded = decode(CompletedRuns, data)
-    if recorded is None and data is not None:
+    if data is not None and not recorded:
         raise refusal(
             f"{folder.uri}/{file}, which lists the completed runs, is torn; name the run to start from, or remove that "
             "file"
         )
     notes: list[str] = []
-    for record in recorded.runs if recorded is not None else []:
+    for record in recorded.runs if recorded else []:
         is_own = record.creator.flow_run_id == request.owner.flow_run_id
         if is_own or not record.fingerprint.may_be_loop_of(fingerprint):
             continue
@@ -157,21 +155,21 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     """
     run = RunDirectory(storage.run(name))
     newest = run.newest_attempt
-    if newest is not None and newest.is_pruner:
+    if newest.is_pruner:
         raise refusal(f"run {name!r} is being deleted")
-    if completed is not None:
+    if completed:
         is_same = run.record is not None and run.record.id == completed.id
-        if not is_same or newest is None or not newest.is_completed:
+        if not is_same or newest.outcome != Outcome.COMPLETED:
             raise refusal(f"run {name!r} was deleted, or is not completed any more")
     point = run.resume_point
-    if point.commit is None:
+    if not point.commit:
         raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
-    results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
-    folders = [result["checkpoint_dir_name"] for result in results]
+    results = point.commit.snapshot["checkpoint_results"]
+    metrics = {result["checkpoint_dir_name"]: result["metrics"] or {} for result in results}
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best = run.best_checkpoint(point.commit)
     score = run.score_attribute(point.commit)
-    named = [folder for folder in folders if choice in (folder, loop_name(folder))]
+    named = [folder for folder in metrics if choice in (folder, loop_name(folder))]
     if choice in ("best", "") and best:
         folder = best
     elif choice in ("latest", ""):
@@ -183,10 +181,9 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     elif choice == "best":
         raise refusal(f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one")
     else:
-        names = ", ".join(sorted(map(loop_name, folders)))
+        names = ", ".join(sorted(map(loop_name, metrics)))
         raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
-    metrics = results[folders.index(folder)]["metrics"] or {}
-    return Source(name, folder, metrics, point.commit.manifest.get(folder, {}), notes)
+    return Source(name, folder, metrics[folder], point.commit.manifest.get(folder, {}), notes)
 
 
 def _completed_runs_file(storage: Storage, owner: Owner, part: str) -> tuple[RunStore, str]:

@@ -1,7 +1,5 @@
 """Ray Train's checkpoint manager snapshot as plain JSON on Ray's schema: parse, check and repair it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any
@@ -22,6 +20,11 @@ class _Snapshot(BaseModel):
     latest_checkpoint_result: _Result | None = None
 
 
+#: Lists of results, each with the list that has one entry for each of them.
+_PARALLEL_LISTS = {
+    "checkpoint_results": "checkpoint_report_indices",
+    "pending_training_results": "pending_validation_specs",
+}
 _NAME_LISTS = (
     "validated_checkpoint_dir_names",
     "timed_out_validation_checkpoint_dir_names",
@@ -64,12 +67,12 @@ def reported_results(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
+def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any]:
     """Return the result of a snapshot's latest checkpoint, with ``checkpoint_dir_name`` and ``metrics``.
 
-    Return None without a snapshot or a checkpoint. Restarted worker groups and new attempts start from this checkpoint.
+    It is empty without a snapshot or a checkpoint. Restarted worker groups and new attempts start from this checkpoint.
     """
-    return snapshot.get("latest_checkpoint_result") if snapshot else None
+    return (snapshot or {}).get("latest_checkpoint_result") or {}
 
 
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
@@ -83,18 +86,16 @@ def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> d
     if not remaining:
         return None
 
-    def filtered(results: str, parallel: str) -> dict[str, list[Any]]:
+    usable = dict(snapshot)
+    for results, parallel in _PARALLEL_LISTS.items():
         pairs = zip(snapshot.get(results, []), snapshot.get(parallel, []), strict=False)
         left = [pair for pair in pairs if pair[0].get("checkpoint_dir_name") in remaining]
-        return {results: [result for result, _ in left], parallel: [other for _, other in left]}
-
-    usable = {
-        **snapshot,
-        **filtered("checkpoint_results", "checkpoint_report_indices"),
-        **filtered("pending_training_results", "pending_validation_specs"),
-        **{field: [name for name in snapshot.get(field, []) if name in remaining] for field in _NAME_LISTS},
-    }
-    return {**usable, "latest_checkpoint_result": reported_results(usable)[-1][1]}
+        usable[results] = [result for result, _ in left]
+        usable[parallel] = [other for _, other in left]
+    for field in _NAME_LISTS:
+        usable[field] = [name for name in snapshot.get(field, []) if name in remaining]
+    usable["latest_checkpoint_result"] = reported_results(usable)[-1][1]
+    return usable
 
 
 def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> dict[str, Any]:

@@ -5,9 +5,8 @@ A code is a store's error code, an HTTP status, an errno, or the name of an exce
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import errno
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -42,9 +41,10 @@ _CODES: dict[Fault | None, str] = {
         ServiceRequestError ServiceResponseError TimeoutError TransportError gaierror""",
     _BUSY: """408 429 BadDigest BandwidthLimitExceeded ConditionalRequestConflict IDPCommunicationError IncompleteBody
         InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestTimeout
-        RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
+        RequestTimeoutException ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException ThrottledException
+        RequestThrottled RequestThrottledException TooManyRequests TooManyRequestsException
         TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch EAGAIN EBUSY
-        EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
+        ENOTEMPTY EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
     _CREDENTIALS: """401 403 AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidToken
         SignatureDoesNotMatch ClientAuthenticationError ConfigNotFound DefaultCredentialsError NoCredentialsError
         PartialCredentialsError ProfileNotFound""",
@@ -67,7 +67,7 @@ _CODES: dict[Fault | None, str] = {
 }
 _FAULTS = {code: fault for fault, codes in _CODES.items() for code in codes.split()}
 #: Texts of TLS errors when the connection was closed, for example by a load balancer that restarts.
-_CLOSED_TLS = ("EOF occurred", "UNEXPECTED_EOF", "timed out")
+_CLOSED_TLS = re.compile("EOF occurred|UNEXPECTED_EOF|timed out")
 
 
 def diagnose(error: BaseException) -> Fault | None:
@@ -80,47 +80,44 @@ def diagnose(error: BaseException) -> Fault | None:
     errors = list(chain(error))
     # An HTTP response is more reliable than the exceptions that a client derives from it.
     responses = [item for item in errors if any(_http_response(item))]
-    faults = [fault for item in responses or errors if (fault := _diagnose_single(item)) is not None]
-    # The original exception is more specific than those raised from it.
-    return next((fault for fault in reversed(faults) if fault.permanent), faults[-1] if faults else None)
+    faults = [fault for fault in map(_diagnose_single, responses or errors) if fault is not None]
+    # The original exception is more specific than those raised from it, so the last one counts.
+    return sorted(faults, key=lambda fault: fault.permanent)[-1] if faults else None
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those it was raised from, with the originals that fsspec attaches as ``error``."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        inner = getattr(current, "error", None)
-        current = current.__cause__ or (inner if isinstance(inner, BaseException) else None)
+    for _ in range(20):  # the chain may be a circle
+        yield error
+        inner = error.__cause__ or getattr(error, "error", None)
+        if not isinstance(inner, BaseException):
+            return
+        error = inner
 
 
 def _diagnose_single(error: BaseException) -> Fault | None:
+    names = [base.__name__ for base in type(error).__mro__]
+    fault = next((_FAULTS[name] for name in names if name in _FAULTS), None)
+    if fault is not None:
+        return _UNREACHABLE if fault is _TLS and _CLOSED_TLS.search(str(error)) else fault
     code, status = _http_response(error)
     if code or status:
         return _response_fault(code, status)
-    names = [base.__name__ for base in type(error).__mro__]
-    fault = next((_FAULTS[name] for name in names if name in _FAULTS), None)
-    if fault is _TLS and any(text in str(error) for text in _CLOSED_TLS):
-        return _UNREACHABLE
-    if fault is None and isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno is not None:
         fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
     return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault
 
 
 def _response_fault(code: str, status: int) -> Fault | None:
-    specific = str(status) if not code or code.isdecimal() else code
+    specific = code or str(status)
     if specific in _FAULTS:
         return _FAULTS[specific]
-    if "Throttl" in code:
-        return _BUSY
     if status not in (400, 404) and str(status) in _FAULTS:  # these two are less specific than the code
         return _FAULTS[str(status)]
     if status >= 500:  # also unofficial ones of proxies
         return _BUSY
     advice = "check the credentials, and the storage's log"
-    return Fault(f"refused ({code or status})", True, advice) if status >= 400 else None
+    return Fault(f"refused ({specific})", True, advice) if status >= 400 else None
 
 
 def _http_response(error: BaseException) -> tuple[str, int]:
@@ -128,13 +125,7 @@ def _http_response(error: BaseException) -> tuple[str, int]:
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         code = str(response.get("Error", {}).get("Code", ""))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0
-        return code, int(status) or (int(code) if code.isdecimal() else 0)
-    if any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__):
-        return "", 0  # aiohttp's, for a response that was cut off; its status does not come from the store
+        return code, int(response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     code = str(getattr(error, "error_code", None) or "")  # azure
-    for name in ("status_code", "status", "code"):  # azure, aiohttp, gcsfs
-        value = getattr(error, name, None)
-        if isinstance(value, int | str) and str(value).isdecimal():
-            return code, int(value)
-    return code, 0
+    texts = (str(getattr(error, name, "")) for name in ("status_code", "status", "code"))  # azure, aiohttp, gcsfs
+    return code, next((int(text) for text in texts if text.isdecimal()), 0)

@@ -3,8 +3,6 @@
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -13,17 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import S3StorageSettings, StorageSettings
 from prefect_elastic_train.storage.fault_classes import diagnose
 from prefect_elastic_train.storage.retries import Result, Retries
-from prefect_elastic_train.storage.store import NOTHING, Listing, RunStore, for_each
+from prefect_elastic_train.storage.store import NOTHING, Listing, RunStore, for_each, retried
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
-#: Size of the parts of a file's upload, the number that is sent at a time, and S3's maximum.
+#: Size of the parts of a file's upload.
 PART_BYTES = 16 * 2**20
-_PARTS_AT_ONCE = 4
-_MAX_PARTS = 10_000
 _FILES_AT_ONCE = 8
 _LARGE_FILES_AT_ONCE = 2  # those of several parts, which are in memory during the upload
 
@@ -31,15 +26,12 @@ _LARGE_FILES_AT_ONCE = 2  # those of several parts, which are in memory during t
 class ObjectStorage(Protocol):
     """The storage that an :class:`ObjectRunStore` belongs to."""
 
-    settings: StorageSettings
+    uri: str
     retries: Retries
 
     @property
     def filesystem(self) -> Any:
         """The fsspec filesystem of the object store."""
-
-    def folder(self, path: str) -> RunStore:
-        """Return the store of a folder, by its path on the filesystem."""
 
 
 class ObjectRunStore(RunStore):
@@ -48,26 +40,22 @@ class ObjectRunStore(RunStore):
     def __init__(self, path: str, storage: ObjectStorage) -> None:
         super().__init__(path.strip("/"), storage.retries)
         self.storage = storage
-        self.uri = f"{storage.settings.uri.partition('://')[0]}://{self.path}"
+        self.uri = f"{storage.uri.partition('://')[0]}://{self.path}"
 
+    @retried("read")
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object in the run directory, from position ``start`` up to ``end``."""
-        return self.retries.call(
-            f"read {name}", lambda: bytes(self.storage.filesystem.cat_file(self._key(name), start=start, end=end))
-        )
+        return bytes(self.storage.filesystem.cat_file(self._key(name), start=start, end=end))
 
-    def abandon_uploads(self) -> int:
-        if not isinstance(self.storage.settings, S3StorageSettings):
-            return 0
+    def abandon_uploads(self) -> None:
+        if not hasattr(self.storage.filesystem, "abort_uploads"):
+            return
         try:
-            return self.retries.call(
-                "remove unfinished uploads", lambda: int(self.storage.filesystem.abort_uploads(self.path))
-            )
+            self.retries.call("remove unfinished uploads", lambda: self.storage.filesystem.abort_uploads(self.path))
         except StorageFaultError as error:
             if not error.permanent:
                 raise
             logger.info("unfinished uploads cannot be removed and take up space: %s", error)
-            return 0
 
     def download(self, name: str, target: str) -> None:
         sizes = self.file_sizes(name) or {}
@@ -82,40 +70,49 @@ class ObjectRunStore(RunStore):
 
     def copy_folder(self, source: str, name: str) -> None:
         # The store copies the objects itself.
-        def copy(file: str) -> None:
-            paths = f"{source}/{file}", self._key(f"{name}/{file}")
-            self.retries.call(f"copy {paths[0]}", lambda: self.storage.filesystem.cp_file(*paths))
+        for_each(
+            self._sizes_below(source), lambda file: self._copy(f"{name}/{file}", f"{source}/{file}"), _FILES_AT_ONCE
+        )
 
-        for_each(self.storage.folder(source).file_sizes("") or {}, copy, _FILES_AT_ONCE)
+    @retried("copy")
+    def _copy(self, name: str, source: str) -> None:
+        self.storage.filesystem.cp_file(source, self._key(name))
 
-    def _create(self, name: str, data: bytes) -> bool:
+    @retried("create")
+    def create(self, name: str, data: bytes) -> bool:
         try:
             self.storage.filesystem.pipe_file(self._key(name), data, mode="create")
+            return True
         except OSError as error:
             # s3fs raises FileExistsError only if the response names the condition: AWS's does, MinIO's does not.
-            if diagnose(error) is None and error.errno in (None, errno.EEXIST, errno.EINVAL):
-                return False
-            raise
-        return True
+            if diagnose(error) is not None or error.errno not in (None, errno.EEXIST, errno.EINVAL):
+                raise
+        return self.read(name) == data
 
-    def _replace(self, name: str, data: bytes) -> None:
+    @retried("write")
+    def replace(self, name: str, data: bytes) -> None:
         self.storage.filesystem.pipe_file(self._key(name), data)
 
-    def _read(self, name: str) -> bytes | None:
+    @retried("read")
+    def read(self, name: str) -> bytes | None:
         return self._find(lambda files: bytes(files.cat_file(self._key(name))))
 
-    def _list(self, folder: str) -> Listing:
+    @retried("list")
+    def entries(self, folder: str) -> Listing:
         key = self._key(folder)
         listing = Listing([], [])
         for entry in self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
             name = _below(key, entry["name"])
             if name and "/" not in name:
-                names = listing.folders if entry.get("type") == "directory" else listing.objects
+                names = listing.folders if entry["type"] == "directory" else listing.objects
                 names.append(name)
         return listing
 
-    def _file_sizes(self, folder: str) -> dict[str, int] | None:
-        key = self._key(folder)
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        return self._sizes_below(self._key(folder)) or None  # a store has no empty folders
+
+    @retried("list")
+    def _sizes_below(self, key: str) -> dict[str, int]:
         entries = self._find(lambda files: files.find(key, detail=True)) or {}
         # Some programs mark a folder with an empty object of its name.
         sizes = {
@@ -124,44 +121,38 @@ class ObjectRunStore(RunStore):
             if entry["type"] == "file" and entry["name"][-1] != "/"
         }
         sizes.pop("", None)
-        return sizes or None  # a store has no empty folders
+        return sizes
 
-    def _size(self, name: str) -> int | None:
+    @retried("get the size of")
+    def size(self, name: str) -> int | None:
         info = self._find(lambda files: files.info(self._key(name))) or {}
         return int(info["size"] or 0) if info.get("type") == "file" else None
 
-    def _delete(self, name: str) -> None:
+    @retried("delete")
+    def delete(self, name: str) -> None:
         self._find(lambda files: files.rm_file(self._key(name)))
 
-    def _delete_folder(self, name: str) -> bool:
-        files = self._file_sizes(name) or {}
-        for_each(list(files), lambda file: self._delete(f"{name}/{file}"), _FILES_AT_ONCE)
-        return bool(files)
+    def _delete_folder(self, name: str) -> None:
+        # Without retries of their own: before each try, the fence is checked.
+        key = self._key(name)
+        paths = [path for path in self._find(lambda files: files.find(key)) or [] if _below(key, path)]
+        for_each(paths, lambda path: self._find(lambda files: files.rm_file(path)), _FILES_AT_ONCE)
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         large = {file for file in files if os.path.getsize(file[0]) > PART_BYTES}
-        for_each(large, self._upload_file, _LARGE_FILES_AT_ONCE)
-        for_each({*files} - large, self._upload_file, _FILES_AT_ONCE)
+        for some, at_once in ((large, _LARGE_FILES_AT_ONCE), ({*files} - large, _FILES_AT_ONCE)):
+            for_each(some, lambda file: self._upload(file[1], file[0]), at_once)
 
-    def _upload_file(self, file: tuple[str, str]) -> None:
-        source, name = file
-        part = max(PART_BYTES, -(-os.path.getsize(source) // _MAX_PARTS))
-        options: dict[str, int] = {}
-        if isinstance(self.storage.settings, S3StorageSettings):
-            # Huge files have larger parts, so fewer of them are in memory at a time.
-            options = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
-        self.retries.call(
-            f"upload {name}", lambda: self.storage.filesystem.put_file(source, self._key(name), **options)
-        )
+    @retried("upload")
+    def _upload(self, name: str, source: str) -> None:
+        self.storage.filesystem.put_file(source, self._key(name))
 
+    @retried("download")
     def _download(self, name: str, path: Path, size: int) -> None:
-        def get() -> None:
-            self.storage.filesystem.get_file(self._key(name), str(path))
-            if (received := path.stat().st_size) != size:
-                raise ConnectionError(errno.ECONNABORTED, f"{name}: got {received} bytes instead of {size}")
-
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.retries.call(f"download {name}", get)
+        self.storage.filesystem.get_file(self._key(name), str(path))
+        if (received := path.stat().st_size) != size:
+            raise ConnectionError(f"{name}: got {received} bytes instead of {size}")
 
     def _find(self, operation: Callable[[Any], Result]) -> Result | None:
         """Run an operation on the fsspec filesystem and return its result; None if the object does not exist.

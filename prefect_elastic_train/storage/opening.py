@@ -1,15 +1,18 @@
 """Opening of a storage, from its settings to its run directories. Belongs to all processes."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from pydantic import SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings, StorageSettings
+from prefect_elastic_train.core.storage_settings import (
+    FsspecStorageSettings,
+    LocalStorageSettings,
+    S3StorageSettings,
+    StorageSettings,
+)
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
@@ -25,12 +28,10 @@ class Storage:
         self.settings = settings
         self.uri = settings.uri
         hidden = [value.get_secret_value() for _, value in settings if isinstance(value, SecretStr)]
-        if not isinstance(settings, LocalStorageSettings | S3StorageSettings):
-            hidden = [*_strings_in(settings.hidden_options)]
+        if isinstance(settings, FsspecStorageSettings):
+            hidden += _strings_in(settings.hidden_options)
         secrets = tuple(text for text in hidden if len(text) > 3)
         self.retries = Retries(settings.retry_seconds, settings.uri, secrets, settings._outage)
-        self._filesystem: Any = None
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Storage, (self.settings,)
@@ -49,40 +50,26 @@ class Storage:
         """Return the names of the folders in the storage that may be run directories."""
         return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
 
-    @property
+    @cached_property
     def filesystem(self) -> Any:
-        """The fsspec filesystem of an object store, created at the first use."""
-        with self._lock:
-            self._filesystem = self._filesystem or self._connect()
-            return self._filesystem
-
-    def _connect(self) -> Any:
+        """The fsspec filesystem of an object store."""
         scheme = self.uri.partition("://")[0]
         try:
             if isinstance(self.settings, S3StorageSettings):
-                from prefect_elastic_train.storage.s3 import open_s3
+                from prefect_elastic_train.storage.s3 import S3Files
 
-                return open_s3(self.settings, self.retries)
+                return S3Files(self.settings, self.retries)
             import fsspec
 
-            assert not isinstance(self.settings, LocalStorageSettings)
+            assert isinstance(self.settings, FsspecStorageSettings)
             options = {"skip_instance_cache": True, "use_listings_cache": False}
-            options |= {**self.settings.options, **self.settings.hidden_options}
-            return fsspec.filesystem(scheme, **options)
+            return fsspec.filesystem(scheme, **{**options, **self.settings.options, **self.settings.hidden_options})
         except Exception as error:  # noqa: BLE001 - each client has its own exceptions
             problem = self.retries.without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(
             f"cannot open {scheme}:// here: {problem}. Install the package that it needs on every node "
             "(`pip install 'prefect-elastic-train[s3]'` for S3), and correct the options of the storage block"
         )
-
-
-def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:
-    """Return the storage with these settings.
-
-    ``retry_seconds`` limits the retries of its operations; by default, the settings do.
-    """
-    return Storage(settings if retry_seconds is None else settings.model_copy(update={"retry_seconds": retry_seconds}))
 
 
 def _strings_in(value: Any) -> Iterator[str]:

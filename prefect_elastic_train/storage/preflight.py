@@ -3,8 +3,6 @@
 Runs in the driver and in a worker on each node.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import StorageSettings
-from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
 PREFIX = ".preflight-"  # names the test folder, which is beside the run directories
@@ -25,13 +23,13 @@ _OTHER_STORE = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or A
 class Probe:
     """A test of the storage, from the driver and from other nodes.
 
-    It uses a folder named after ``id``, in which the driver has written a file that all nodes must be able to read.
+    It uses a folder of its own, in which the driver has written ``id`` into a file that all nodes must be able to read.
     """
 
-    settings: StorageSettings
+    store: RunStore
     id: str
 
-    def try_from(self, machine: str, store: RunStore | None = None) -> None:
+    def try_from(self, machine: str) -> None:
         """Test the storage from this machine: read, write, list, create exclusively, replace, delete.
 
         ``machine`` names this machine in the error, and in the name of the test object.
@@ -39,7 +37,7 @@ class Probe:
         Raises:
             StorageFaultError: The driver's file is not visible, or an operation that a run needs does not work.
         """
-        store = store or self.folder()
+        store = self.store
         name = f"{machine}-{uuid.uuid4().hex[:8]}"
         if store.read(_DRIVER_FILE) != self.id.encode():
             advice = "mount the directory on all nodes of the cluster, or use an object store"
@@ -53,13 +51,9 @@ class Probe:
         store.replace(name, b"3")
         store.delete(name)
 
-    def folder(self) -> RunStore:
-        """Return the store of the folder in which the storage is tested."""
-        folder = f"{self.settings.root}/{PREFIX}{self.id}"
-        return open_storage(self.settings).folder(folder).with_retry_limit(_RETRY_SECONDS)
-
     def _fault(self, problem: str, advice: str = _OTHER_STORE, kind: str = "unfit") -> StorageFaultError:
-        return StorageFaultError(f"{self.settings.uri}: {problem}. To go on, {advice}", kind=kind, permanent=True)
+        message = f"{self.store.retries.storage}: {problem}. To go on, {advice}"
+        return StorageFaultError(message, kind=kind, permanent=True)
 
 
 @contextmanager
@@ -72,12 +66,13 @@ def preflight(settings: StorageSettings) -> Iterator[Probe]:
         StorageFaultError: An operation that a run needs does not work, or the storage does not answer.
         OSError: The directory cannot be used for another reason.
     """
-    probe = Probe(settings, uuid.uuid4().hex)
-    store = probe.folder()
+    probe_id = uuid.uuid4().hex
+    store = Storage(settings).folder(f"{settings.root}/{PREFIX}{probe_id}").with_retry_limit(_RETRY_SECONDS)
+    probe = Probe(store, probe_id)
     is_reachable = True
     try:
-        store.replace(_DRIVER_FILE, probe.id.encode())
-        probe.try_from("this machine", store)
+        store.replace(_DRIVER_FILE, probe_id.encode())
+        probe.try_from("this machine")
         yield probe
     except StorageFaultError as error:
         is_reachable = error.permanent

@@ -5,7 +5,6 @@ They run below Ray, in every process.
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -147,7 +146,7 @@ class Retries:
 
     def _check_outage(self) -> None:
         if self.outage and os.path.exists(self.outage):
-            raise TimeoutError(errno.ETIMEDOUT, "no answer: this outage is rehearsed")
+            raise TimeoutError("no answer: this outage is rehearsed")
 
     def with_limit(self, seconds: float) -> Retries:
         """Return a copy of this retry policy that retries for at most ``seconds``."""
@@ -187,12 +186,11 @@ class Retries:
 
         def give_up(state: tenacity.RetryCallState) -> None:
             # No exception is being handled here, so this one gets no context.
-            raise self._translate(_error_of(state), title, f"tried {tries} times for {elapsed():.0f} s")
+            raise self._translate(_error_of(state), title, f"It was tried {tries} times for {elapsed():.0f} s")
 
         try:
             with operation():
                 yield {
-                    "retry": tenacity.retry_if_exception_type(BaseException),
                     "wait": lambda state: min(_BACK_OFF(state), max(0.0, self.seconds - elapsed())),
                     "stop": gives_up,
                     "retry_error_callback": give_up,
@@ -201,7 +199,7 @@ class Retries:
             if tries:
                 _monitor.count(began)
 
-    def _translate(self, error: BaseException, title: str, tried: str) -> BaseException:
+    def _translate(self, error: BaseException, title: str, attempts: str) -> BaseException:
         """Return a StorageFaultError for an error that is a fault of the storage or contains a secret of it.
 
         Return any other error unchanged.
@@ -211,15 +209,11 @@ class Retries:
         has_secret = any(secret in text for secret in self.secrets for text in texts)
         if isinstance(error, StorageFaultError) or (fault is None and not has_secret):
             return error
-        summary = self._summary(error)
-        fault = fault or Fault("unknown", permanent=True)
-        if fault.advice:
-            problem = f"{title}: {fault.kind}: {summary}. To go on, {fault.advice}"
-        elif fault.permanent:
-            problem = f"{title}: {summary}"
-        else:
-            problem = f"{title}, {tried}: {summary}. Is it up and reachable from this machine?"
-        translated = StorageFaultError(f"{self.storage}: cannot {problem}", kind=fault.kind, permanent=fault.permanent)
+        fault = fault or Fault("unknown", True, "correct the settings of the storage block")
+        outlook = f"{attempts}. Is it up and reachable from this machine?"
+        remedy = f"To go on, {fault.advice}" if fault.permanent else outlook
+        message = f"{self.storage}: cannot {title}: {fault.kind}: {self._summary(error)}. {remedy}"
+        translated = StorageFaultError(message, kind=fault.kind, permanent=fault.permanent)
         translated.__cause__ = None if has_secret else error
         return translated
 

@@ -5,9 +5,8 @@ Overrides methods of s3fs that begin with an underscore. Figures are in ``benchm
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import asyncio
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -18,68 +17,64 @@ from fsspec.asyn import sync_wrapper
 
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.fault_classes import diagnose
+from prefect_elastic_train.storage.object_store import PART_BYTES
 from prefect_elastic_train.storage.retries import Retries
 
 _LOADER = create_loader()  # shared: it takes a third of a second to read the descriptions of AWS
-_READ_BYTES = 2**18
+_READ_BYTES = 2**18  # at a time; s3fs reads a quarter of it, which takes a third more CPU time
+#: The number of parts of a file's upload that are sent at a time, and S3's maximum.
+_PARTS_AT_ONCE = 4
+_MAX_PARTS = 10_000
 #: Time limit of a request without its body. botocore's begins only when the body is sent, which a store may never read.
 _CALL_SECONDS = 75.0
 _MIN_BYTES_PER_SECOND = 64 * 2**10  # rate of a body
 #: Requests that may take a store minutes, during which it sends blanks.
 _LONG_CALLS = ("complete_multipart_upload", "copy_object", "upload_part_copy")
 _LONG_CALL_SECONDS = 600.0
-_ABORT_SECONDS = 5.0
 #: Faults of stores that do not support checksums of the parts of an upload.
 _NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
 
 
-def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
-    """Return the filesystem of the S3 storage in the settings.
+class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
+    """The filesystem of an S3 storage, which retries single parts of uploads and downloads.
 
     It has an S3 session of its own, and connects when it is used.
     """
-    style = "path" if settings.addressing_style == "auto" and settings.endpoint_url else settings.addressing_style
-    config: dict[str, Any] = {
-        "retries": {"total_max_attempts": 1},
-        "connect_timeout": 10,
-        "read_timeout": 60,
-        "max_pool_connections": 32,
-        "s3": {"addressing_style": style},
-    }
-    if settings.endpoint_url:
-        # Many stores do not support the checksums that botocore adds for AWS; they verify its signature.
-        config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-    session = AioSession()
-    session.register_component("data_loader", _LOADER)
-    # The metadata service of an instance limits its rate of responses, and many workers start together.
-    session.set_config_variable("metadata_service_num_attempts", 4)
-    session.set_config_variable("metadata_service_timeout", 2)
-    return S3Files(
-        retry_policy=retries,
-        session=session,
-        key=settings.access_key_id.get_secret_value() or None,
-        secret=settings.secret_access_key.get_secret_value() or None,
-        token=settings.session_token.get_secret_value() or None,
-        endpoint_url=settings.endpoint_url or None,
-        client_kwargs={
-            "region_name": settings.region or None,
-            "verify": (settings.ca_bundle or None) if settings.verify_tls else False,
-        },
-        config_kwargs=config,
-        skip_instance_cache=True,
-        use_listings_cache=False,
-        max_concurrency=1,  # else the size is requested before an object is read
-    )
 
+    cachable = False
+    retries = 1  # only our layer retries, and counts the time
 
-class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
-    """An :class:`s3fs.S3FileSystem` that retries single parts of uploads and downloads."""
-
-    retries = 1  # only our layer retries
-
-    def __init__(self, *, retry_policy: Retries, **options: Any) -> None:
-        super().__init__(**options)
-        self._retries = retry_policy
+    def __init__(self, settings: S3StorageSettings, retries: Retries, **options: Any) -> None:
+        style = "path" if settings.addressing_style == "auto" and settings.endpoint_url else settings.addressing_style
+        config: dict[str, Any] = {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": 10,
+            "read_timeout": 60,
+            "max_pool_connections": 32,
+            "s3": {"addressing_style": style},
+        }
+        if settings.endpoint_url:
+            # Many stores do not support the checksums that botocore adds for AWS; they verify its signature.
+            config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+        session = AioSession()
+        session.register_component("data_loader", _LOADER)
+        # The metadata service of an instance limits its rate of responses, and many workers start together.
+        session.set_config_variable("metadata_service_num_attempts", 4)
+        session.set_config_variable("metadata_service_timeout", 2)
+        verify = (settings.ca_bundle or None) if settings.verify_tls else False
+        super().__init__(
+            session=session,
+            key=settings.access_key_id.get_secret_value() or None,
+            secret=settings.secret_access_key.get_secret_value() or None,
+            token=settings.session_token.get_secret_value() or None,
+            endpoint_url=settings.endpoint_url or None,
+            client_kwargs={"region_name": settings.region or None, "verify": verify},
+            config_kwargs=config,
+            use_listings_cache=False,
+            max_concurrency=1,  # else the size is requested before an object is read
+            **options,
+        )
+        self._retries = retries
         #: Arguments that send parts with checksums for the store to verify; empty for one without support.
         self._checksum = {"ChecksumAlgorithm": "CRC32"}
 
@@ -106,6 +101,9 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         return await bounded()
 
     async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:
+        part = max(PART_BYTES, -(-os.path.getsize(lpath) // _MAX_PARTS))
+        # Huge files have larger parts, so fewer of them are in memory at a time.
+        more |= {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
         try:
             await super()._put_file(lpath, rpath, **self._checksum, **more)
         except OSError as error:
@@ -116,9 +114,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             await super()._put_file(lpath, rpath, **more)
 
     async def _abort_mpu(self, bucket: str, key: str, mpu: str) -> None:
-        abort = super()._abort_mpu
         with suppress(Exception):  # the error of the upload is raised, not this one
-            await self._retries.with_limit(_ABORT_SECONDS).call_async(f"abort {key}", lambda: abort(bucket, key, mpu))
+            await super()._abort_mpu(bucket, key, mpu)
 
     async def _get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         """Download an object to a local file as one stream, which is continued after a connection error."""
@@ -141,21 +138,17 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
 
             await self._retries.call_async(f"download {rpath}", read)
 
-    async def _abort_uploads(self, folder: str) -> int:
-        """Abort the unfinished multipart uploads below a folder of the bucket, and return the number of them."""
+    async def _abort_uploads(self, folder: str) -> None:
+        """Abort the unfinished multipart uploads below a folder of the bucket."""
         bucket, _, prefix = folder.partition("/")
-        aborted = 0
-        marker = {"KeyMarker": ""}
-        while marker:
-            page = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **marker)
-            for upload in page.get("Uploads") or []:
+        has_more = True
+        while has_more:
+            response = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            has_more = False
+            for upload in response.get("Uploads") or []:
                 if upload["Key"].startswith(f"{prefix}/"):  # not every store filters by the prefix
                     with suppress(FileNotFoundError):  # another process has aborted it
                         await super()._abort_mpu(bucket, upload["Key"], upload["UploadId"])
-                        aborted += 1
-            names = ("KeyMarker", "UploadIdMarker") if page.get("IsTruncated") else ()
-            next_marker = {name: page[f"Next{name}"] for name in names if f"Next{name}" in page}
-            marker = next_marker if next_marker != marker else {}  # not every store supports pages
-        return aborted
+                        has_more = bool(response.get("IsTruncated"))
 
     abort_uploads = sync_wrapper(_abort_uploads)

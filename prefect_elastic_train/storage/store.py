@@ -6,10 +6,9 @@ The fence needs neither locks nor clocks, only exclusive creation and atomic rep
 Belongs to all processes.
 """
 
-from __future__ import annotations
-
 import abc
 import copy
+import functools
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -25,6 +24,7 @@ from prefect_elastic_train.loop.rank_files import is_rank_file
 from prefect_elastic_train.storage.retries import Retries
 
 Item = TypeVar("Item")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: Prefix of temporary files. They remain only after a crash during a write, and readers skip them.
 TEMPORARY_PREFIX = ".tmp-"
@@ -39,23 +39,38 @@ class Listing(NamedTuple):
     folders: list[str]
 
 
-class RunStore(abc.ABC):
-    """Operations on one run directory, retried while they fail with a transient fault.
+def retried(verb: str) -> Callable[[Method], Method]:
+    """Return a decorator that retries a method of a store while it fails with a transient fault.
 
-    Names are relative, with forward slashes. A store can be pickled. Each kind of storage implements the methods with
-    an underscore, which do not retry.
+    The method's first argument is a name in the run directory, which messages have behind ``verb``.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(store: RunStore, name: str, *arguments: Any) -> Any:
+            return store.retries.call(f"{verb} {name or 'the run'}", lambda: method(store, name, *arguments))
+
+        return cast(Method, call)
+
+    return decorate
+
+
+class RunStore(abc.ABC):
+    """Operations on one run directory, which are :func:`retried`.
+
+    Names are relative, with forward slashes. A store can be pickled.
 
     Args:
         path: Path of the run directory on its filesystem: a directory, or bucket and prefix.
-        retries: Policy of retries.
+        retries: Policy of retries; None for no retries.
 
     Raises:
         StorageFaultError: By all methods: the storage refused, or was unreachable for too long.
     """
 
-    def __init__(self, path: str, retries: Retries) -> None:
+    def __init__(self, path: str, retries: Retries | None = None) -> None:
         self.path = path
-        self.retries = retries
+        self.retries = retries or Retries(0, path)
         #: URI of the run directory, for users and other programs.
         self.uri = path
 
@@ -65,84 +80,74 @@ class RunStore(abc.ABC):
         limited.retries = self.retries.with_limit(seconds)
         return limited
 
+    @abc.abstractmethod
     def create(self, name: str, data: bytes) -> bool:
         """Create an object in the run directory that does not exist yet, atomically; it is durable on return.
 
         Returns:
-            False if an object with other content exists. Exactly one of several creators gets True.
+            False if an object with other content exists. Exactly one of several creators gets True. An earlier try
+            whose response was lost may have created it, and HTTP and NFS clients retry on their own, so an object with
+            the same content counts as created: two creators never write the same, since records contain an id or a
+            time.
         """
-        # An earlier try whose response was lost may have created it, and HTTP and NFS clients retry on their own. Two
-        # creators never write the same content: records contain an id or a time.
-        return self.retries.call(f"create {name}", lambda: self._create(name, data) or self._read(name) == data)
 
+    @abc.abstractmethod
     def replace(self, name: str, data: bytes) -> None:
         """Write an object in the run directory atomically, whether it exists or not.
 
         A reader gets the old or the new content, never a mixture.
         """
-        self.retries.call(f"write {name}", lambda: self._replace(name, data))
 
+    @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
         """Return the content of an object in the run directory; None if it does not exist."""
-        return self.retries.call(f"read {name}", lambda: self._read(name))
+
+    @abc.abstractmethod
+    def entries(self, folder: str) -> Listing:
+        """Return the names of what is directly in a folder of the run directory; none if there is no such folder."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the objects directly in a folder of the run directory, sorted.
-
-        Return an empty list if there is no such folder.
-        """
-        return sorted(self.retries.call(f"list {folder}", lambda: self._list(folder)).objects)
+        """Return the names of the objects directly in a folder of the run directory, sorted."""
+        return sorted(self.entries(folder).objects)
 
     def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders directly in a folder of the run directory, sorted.
+        """Return the names of the folders directly in a folder of the run directory, sorted."""
+        return sorted(self.entries(folder).folders)
 
-        Return an empty list if there is no such folder.
-        """
-        return sorted(self.retries.call(f"list {folder or 'the run'}", lambda: self._list(folder)).folders)
-
+    @abc.abstractmethod
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """Return path and size in bytes of every file below a folder of the run directory.
 
         Paths are relative to the folder. Return None if there is no such folder.
         """
-        return self.retries.call(f"list {folder or 'the run'}", lambda: self._file_sizes(folder))
 
+    @abc.abstractmethod
     def size(self, name: str) -> int | None:
         """Return the size in bytes of an object in the run directory; None if it does not exist."""
-        return self.retries.call(f"get the size of {name}", lambda: self._size(name))
 
+    @abc.abstractmethod
     def delete(self, name: str) -> None:
         """Delete an object from the run directory if it exists."""
-        self.retries.call(f"delete {name}", lambda: self._delete(name))
 
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+    def delete_folder(self, name: str, check: Callable[[], object] = lambda: None) -> None:
         """Delete a folder of the run directory with its contents, if it exists.
 
         Args:
             name: The folder.
             check: Called before anything is deleted; it raises to keep the folder.
-
-        Returns:
-            True if the folder existed.
         """
-        has_begun = False
 
-        def delete() -> bool:
-            nonlocal has_begun
-            if check is not None:
-                check()
-            is_repeated = has_begun  # a failed try before may have deleted the folder
-            has_begun = True
-            return self._delete_folder(name) or is_repeated
+        def delete() -> None:
+            check()
+            self._delete_folder(name)
 
-        return self.retries.call(f"delete {name}", delete)
+        self.retries.call(f"delete {name}", delete)
 
-    def abandon_uploads(self) -> int:
+    def abandon_uploads(self) -> None:  # noqa: B027 - a disk has none
         """Delete the parts of unfinished uploads, which an object store keeps without listing them.
 
-        Return the number of these uploads. No worker of this run may be uploading, except those of fenced-off attempts.
+        No worker of this run may be uploading, except those of fenced-off attempts.
         """
-        return 0
 
     def upload(self, source: str, name: str) -> None:
         """Copy a local file, or all files below a local folder, into the run directory; durable on return.
@@ -177,28 +182,7 @@ class RunStore(abc.ABC):
         self.upload(source, name)
 
     @abc.abstractmethod
-    def _create(self, name: str, data: bytes) -> bool: ...
-
-    @abc.abstractmethod
-    def _replace(self, name: str, data: bytes) -> None: ...
-
-    @abc.abstractmethod
-    def _read(self, name: str) -> bytes | None: ...
-
-    @abc.abstractmethod
-    def _list(self, folder: str) -> Listing: ...
-
-    @abc.abstractmethod
-    def _file_sizes(self, folder: str) -> dict[str, int] | None: ...
-
-    @abc.abstractmethod
-    def _size(self, name: str) -> int | None: ...
-
-    @abc.abstractmethod
-    def _delete(self, name: str) -> None: ...
-
-    @abc.abstractmethod
-    def _delete_folder(self, name: str) -> bool: ...
+    def _delete_folder(self, name: str) -> None: ...
 
     @abc.abstractmethod
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
@@ -208,41 +192,47 @@ class RunStore(abc.ABC):
 class LocalRunStore(RunStore):
     """A run directory on a disk or on a shared mount such as NFS, which must support hard links."""
 
-    def __init__(self, path: str, retries: Retries | None = None) -> None:
-        super().__init__(path, retries or Retries(0, path))
-        self._root = Path(path)
+    @property
+    def _root(self) -> Path:
+        return Path(self.path)
 
     def download(self, name: str, target: str) -> None:
         shutil.copytree(self._root / name, target, ignore=shutil.ignore_patterns(NOTHING), dirs_exist_ok=True)
 
-    def _create(self, name: str, data: bytes) -> bool:
+    @retried("create")
+    def create(self, name: str, data: bytes) -> bool:
         # link() fails if the target exists, on NFS too, and makes the complete content visible at once.
         with _temporary(self._root / name, data) as temporary, suppress(FileExistsError):
             os.link(temporary, self._root / name)
             return True
-        return False
+        return self.read(name) == data
 
-    def _replace(self, name: str, data: bytes = b"", source: str = "") -> None:
+    @retried("write")
+    def replace(self, name: str, data: bytes = b"", source: str = "") -> None:
         # Ranks may write files of the same name concurrently: one of them remains, complete.
         with _temporary(self._root / name, data, source) as temporary:
             os.replace(temporary, self._root / name)
 
-    def _read(self, name: str) -> bytes | None:
+    @retried("read")
+    def read(self, name: str) -> bytes | None:
         try:
             return (self._root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
-    def _list(self, folder: str) -> Listing:
-        try:
-            with os.scandir(self._root / folder) as iterator:
-                entries = list(iterator)
-        except (FileNotFoundError, NotADirectoryError):
-            return Listing([], [])
-        names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX)]
-        return Listing(names, [entry.name for entry in entries if entry.is_dir()])
+    @retried("list")
+    def entries(self, folder: str) -> Listing:
+        listing = Listing([], [])
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as iterator:
+            for entry in iterator:
+                if entry.is_dir():
+                    listing.folders.append(entry.name)
+                elif entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX):
+                    listing.objects.append(entry.name)
+        return listing
 
-    def _file_sizes(self, folder: str) -> dict[str, int] | None:
+    @retried("list")
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
         root = self._root / folder
         if not root.is_dir():
             return None
@@ -253,28 +243,24 @@ class LocalRunStore(RunStore):
                     sizes[path.removeprefix(f"{root}/")] = os.stat(path).st_size
         return sizes
 
-    def _size(self, name: str) -> int | None:
+    @retried("get the size of")
+    def size(self, name: str) -> int | None:
         path = self._root / name
         return path.stat().st_size if path.is_file() else None
 
-    def _delete(self, name: str) -> None:
+    @retried("delete")
+    def delete(self, name: str) -> None:
         (self._root / name).unlink(missing_ok=True)
 
-    def _delete_folder(self, name: str) -> bool:
+    def _delete_folder(self, name: str) -> None:
         path = self._root / name
-        if not path.is_dir() or path.is_symlink():  # a run may be a link to another disk
-            return False
-        shutil.rmtree(path, ignore_errors=True)
-        if path.exists():  # other processes may delete it, too, or still write into it
+        if path.is_dir() and not path.is_symlink():  # a run may be a link to another disk
+            # Another process may delete it, too, or still write into it: then it is not empty, and is retried.
             shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_deleted(error[1]))
-        _sync_folder(path.parent)
-        return True
+            _sync_folder(path.parent)
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
-        def copy_file(file: tuple[str, str]) -> None:
-            self.retries.call(f"write {file[1]}", lambda: self._replace(file[1], source=file[0]))
-
-        for_each(files, copy_file, _FILES_AT_ONCE)
+        for_each(files, lambda file: self.replace(file[1], b"", file[0]), _FILES_AT_ONCE)
         for folder in {(self._root / name).parent for _, name in files}:
             _sync_folder(folder)
 
@@ -323,7 +309,7 @@ def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[st
             file.write(data)
             file.flush()
             with suppress(OSError):  # some mounts do not support file modes
-                os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777 if source else 0o644)
+                os.chmod(temporary, os.stat(source).st_mode & 0o777 if source else 0o644)
             os.fsync(file.fileno())
         yield temporary
         if not source:  # copied files are followed by one sync of their folder

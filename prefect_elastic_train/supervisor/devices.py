@@ -7,8 +7,6 @@ head of the cluster hold the sockets. Containers with their own network do not s
 other than local clusters of this package make no claims, so GPUs that they use count as free.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os
@@ -20,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
@@ -54,13 +51,13 @@ class DeviceClaims:
         Raises:
             AttemptFailedError: The local cluster needs more GPUs than this process may use.
         """
-        needed = _needed_gpus(spec)
-        if self.sockets or not needed.least:
+        least, most = _needed_gpus(spec)
+        if self.sockets or not least:
             return ""
         gpus = visible_gpus()
-        if gpus and needed.least > len(gpus):
+        if gpus and least > len(gpus):
             raise AttemptFailedError(
-                f"the local cluster needs {needed.least} GPUs, and this process may use {len(gpus)}: "
+                f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: "
                 f"{', '.join(gpus)}. Lower min_workers or num_gpus",
                 outcome=Outcome.INVALID,
             )
@@ -68,13 +65,11 @@ class DeviceClaims:
             with _bind("lock"):  # one process at a time reads the claims and makes its own
                 claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
                 users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
-                in_use = "; ".join(
-                    f"GPU {name} is used by {users[uuid]}" for name, uuid in gpus.items() if uuid in users
-                )
                 free = [name for name, uuid in gpus.items() if uuid not in users]
-                if gpus and len(free) < needed.least:
-                    return f"{in_use}; the local cluster waits for GPUs: {needed.least}"
-                self.gpus = free[: needed.most]
+                in_use = "; ".join(f"GPU {name} is used by {users[gpus[name]]}" for name in gpus if name not in free)
+                if gpus and len(free) < least:
+                    return f"{in_use}; the local cluster waits for GPUs: {least}"
+                self.gpus = free[:most]
                 self.sockets = [
                     _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
                     for name in self.gpus
@@ -93,20 +88,15 @@ class DeviceClaims:
         self.gpus = []
 
 
-class _NeededGpus(NamedTuple):
-    least: int
-    #: None: as many as are free.
-    most: int | None
-
-
-def _needed_gpus(spec: DriverSpec) -> _NeededGpus:
+def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:
+    """Return the least and the largest number of GPUs that a local cluster uses; None for as many as are free."""
     if spec.cluster.num_gpus >= 0:
-        return _NeededGpus(spec.cluster.num_gpus, spec.cluster.num_gpus)
+        return spec.cluster.num_gpus, spec.cluster.num_gpus
     scaling = spec.scaling
     each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
-    least = math.ceil(each * scaling.min_workers)
     # The tasks of datasets use an unknown number of GPUs.
-    return _NeededGpus(least, math.ceil(each * scaling.max_workers) if spec.is_alone else None)
+    most = math.ceil(each * scaling.max_workers) if spec.is_alone else None
+    return math.ceil(each * scaling.min_workers), most
 
 
 def _bind(name: str) -> socket.socket:

@@ -1,6 +1,4 @@
-"""A running driver as its supervisor sees it, and the one that is a child process of the flow process."""
-
-from __future__ import annotations
+"""A running driver as its supervisor sees it, and drivers that are child processes of the flow process."""
 
 import os
 import queue
@@ -9,7 +7,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,10 +18,9 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 from prefect_elastic_train.core.request import STOP_FILE
 from prefect_elastic_train.core.size_limits import truncate
-from prefect_elastic_train.supervisor.driver_starter import DriverStarter
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.processes import complete, read_lines
+from prefect_elastic_train.supervisor.processes import complete, kill, read_lines, start_process
 
 #: Longest time for which a handle waits for output in one call of `read_output`.
 POLL_SECONDS = 0.2
@@ -37,6 +34,8 @@ _PIPE_SECONDS = 2.0
 #: Time for which a killed process that hangs in the kernel is waited for.
 _REAP_SECONDS = 10.0
 _OUTPUT_QUEUE = 10_000
+#: Training time before the next driver is started. Its imports take processor time, and short trainings need none.
+_PRESTART_SECONDS = 60.0
 
 
 class DriverHandle(ABC):
@@ -90,13 +89,12 @@ class DriverHandle(ABC):
             self.follower.on_line(source, text)
 
     def process_event(self, event: ev.Event) -> None:
-        """Record the attempt number, heartbeat or final event in an event, and pass the event to the follower."""
+        """Record an event, which counts as a heartbeat, and pass it to the follower."""
+        self._heartbeat_at = time.monotonic()
         if isinstance(event, ev.AttemptStarted):
             self._attempt = event.attempt
-            self._heartbeat_at = time.monotonic()
         elif isinstance(event, ev.ControllerAlive):
             self._activity = event.doing
-            self._heartbeat_at = time.monotonic()
         elif isinstance(event, ev.AttemptEnded):
             self._final_event = event
             self._final_event_at = time.monotonic()
@@ -124,6 +122,62 @@ class DriverHandle(ABC):
         """Return the last error in the driver's output as the end of a message, ``: <error>``; empty without one."""
         cause = last_error_line(self._recent_lines)
         return f": {cause}" if cause else ""
+
+
+class DriverStarter:
+    """Starts the drivers of a training as child processes, one after the other.
+
+    Attributes:
+        prestarted: The pre-started driver, which waits for the path of its spec file; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.prestarted: subprocess.Popen[bytes] | None = None
+        self._due_at = float("inf")
+        self._command: Sequence[str] = ()
+        self._environment: dict[str, str] = {}
+
+    def start(
+        self, command: Sequence[str], environment: dict[str, str], prestart_command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        """Return a driver process: the pre-started driver if its environment fits, or a new one.
+
+        Args:
+            command: Command of a new driver, which ends with the path of the spec file.
+            environment: Environment of the driver.
+            prestart_command: Command of the next pre-started driver; empty for none.
+        """
+        self._due_at = float("inf")
+        if environment != self._environment:
+            self.close()
+        process = self.prestarted
+        self.prestarted = None
+        self._command = prestart_command
+        self._environment = environment
+        if process is not None and process.stdin is not None:
+            with suppress(OSError):  # it has exited
+                process.stdin.write(f"{command[-1]}\n".encode())
+                process.stdin.close()
+                return process
+        return start_process(command, environment, subprocess.DEVNULL, subprocess.PIPE)
+
+    def schedule(self) -> None:
+        """Schedule the next pre-started driver for `_PRESTART_SECONDS` from now, unless one runs or none is wanted."""
+        if self._command and (self.prestarted is None or self.prestarted.poll() is not None):
+            self._due_at = time.monotonic() + _PRESTART_SECONDS
+
+    def start_if_due(self) -> None:
+        """Start the pre-started driver if one is scheduled and its time has come."""
+        if time.monotonic() > self._due_at:
+            self._due_at = float("inf")
+            with suppress(OSError):  # the next driver is started when it is needed
+                self.prestarted = start_process(self._command, self._environment, subprocess.PIPE, subprocess.PIPE)
+
+    def close(self) -> None:
+        """Kill the pre-started driver, if there is one."""
+        if self.prestarted is not None:
+            kill(self.prestarted)
+            self.prestarted = None
 
 
 class ChildDriver(DriverHandle):

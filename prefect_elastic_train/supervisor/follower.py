@@ -1,7 +1,5 @@
 """The interface between a supervisor and the flow that it works for."""
 
-from __future__ import annotations
-
 import logging
 import time
 

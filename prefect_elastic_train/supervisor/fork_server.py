@@ -2,8 +2,9 @@
 
 Most of the start of a Ray worker is imports, the same for all workers. This process imports them once, and forks for
 each worker that Ray starts. A forked worker starts in milliseconds and shares the memory of the imports. Ray starts
-:mod:`prefect_elastic_train.supervisor.forked_worker` in place of its own program. That sends a request to this
-process, and becomes Ray's own program if no worker is forked.
+:mod:`prefect_elastic_train.supervisor.forked_worker` in place of its own program. That connects to this
+process and waits. The worker that this process forks reads arguments, environment and folder of the waiting process
+from ``/proc``. If none is forked, the waiting process becomes Ray's own program.
 
 The imports start no thread that a child would miss, and use no GPU. The first request brings the variables that Ray
 reads when it is imported. They belong to one node; the children exit when that node exits. Workers with other
@@ -12,21 +13,22 @@ variables or another interpreter are refused: imported modules may have read the
 Uses ``ray._raylet``, whose ids come from a generator that processes must not share.
 """
 
-from __future__ import annotations
-
 import gc
-import json
 import os
 import runpy
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+
+import psutil
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.supervisor.forked_worker import WORKER_VARIABLE
 from prefect_elastic_train.worker.preimports import TORCH_MODULES, TORCH_RAY_MODULES, import_ahead
 
 #: Modules imported before the first request, which must not import Ray, and after it.
@@ -36,13 +38,12 @@ _CONTROLLER = "prefect_elastic_train.controller.controller"
 #: Prefixes of the variables that Ray, or its node, adds to the environment of workers.
 _RAY_PREFIXES = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")
 _NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as for workers that Ray starts ahead: they may serve any job
-_FORK_REQUEST_SECONDS = 5.0
 
 
-def serve_requests(framework: str, threads: str) -> dict[str, Any]:
-    """Fork this process for each request to start a Ray worker; return the request in the forked child process.
+def serve_requests(framework: str, threads: str) -> None:
+    """Fork this process for each request to start a Ray worker.
 
-    In the fork server itself, it does not return.
+    It returns in the forked child processes, and not in the fork server itself.
 
     Args:
         framework: Framework whose modules are imported before the first request.
@@ -60,48 +61,50 @@ def serve_requests(framework: str, threads: str) -> dict[str, Any]:
         import_ahead(_MODULES.get(framework, ()))
         while True:
             connection, _ = listener.accept()
-            with connection, suppress(OSError, ValueError):
-                connection.settimeout(_FORK_REQUEST_SECONDS)
-                connection.sendall(b".")
-                _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-                try:
-                    request = json.load(connection.makefile("rb"))
-                    if is_first:
-                        os.environ.update(request["environment"] | _NO_JOB)
-                        _import_ray(framework)
-                        is_first = False
-                    requested = (_without_ray_variables(request["environment"]), request["python"])
-                    if requested == (environment, sys.executable) and os.fork() == 0:
-                        listener.close()
-                        try:
-                            connection.sendall(b".")  # sent by the child, so there is no answer if the fork failed
-                        except OSError:  # the requesting process no longer waits
-                            os._exit(0)
-                        return {**request, "descriptors": [os.dup(descriptor) for descriptor in descriptors]}
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+            with connection, suppress(OSError, psutil.Error):
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                requester = psutil.Process(struct.unpack("3i", credentials)[0])
+                requested = requester.environ()
+                if (_without_ray_variables(requested), requester.cmdline()[:1]) != (environment, [sys.executable]):
+                    continue
+                if is_first:
+                    os.environ.update(requested | _NO_JOB)
+                    _import_ray(framework)
+                    is_first = False
+                if os.fork() == 0:
+                    listener.close()
+                    try:
+                        _replace(requester)
+                        connection.sendall(b".")  # sent by the child, so there is no answer if the fork failed
+                    except (OSError, psutil.Error):  # the requester no longer waits
+                        os._exit(0)
+                    return
 
 
-def run_worker(request: Mapping[str, Any]) -> None:
-    """Run Ray's worker program in this forked process, with environment, folder and standard streams of a request."""
+def _replace(requester: psutil.Process) -> None:
+    """Use arguments, environment, folder, output and memory priority of the waiting requester in this process."""
+    for number in (1, 2):
+        os.dup2(os.open(f"/proc/{requester.pid}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
+    score = Path(f"/proc/{requester.pid}/oom_score_adj").read_text()  # set by Ray
+    Path("/proc/self/oom_score_adj").write_text(score)
+    os.chdir(requester.cwd())
+    sys.argv = requester.cmdline()[1:]
+    environment = requester.environ()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run_worker() -> None:
+    """Run Ray's worker program in this forked process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()  # Ray kills the process group of a worker that has exited
-    for number, descriptor in enumerate(request["descriptors"]):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.chdir(request["folder"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)  # replaces that of the imports
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(request["oom_score_adj"])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's own generator is seeded at each fork
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()  # generators of GPUs are made with the first use of a GPU
-    sys.argv = request["arguments"]
+    sys.argv[0] = os.environ[WORKER_VARIABLE]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -118,9 +121,9 @@ def _import_ray(framework: str) -> None:
     import_ahead((*_RAY_MODULES.get(framework, ()), _CONTROLLER))
     actor.ActorClassID = id_type
     gc.freeze()  # objects that are never collected stay in shared memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     if _id_of_child() == _id_of_child():
         sys.exit("an import has drawn from Ray's generator, or used a GPU: workers are not forked")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
 
 
 def _id_of_child() -> bytes:
@@ -128,12 +131,14 @@ def _id_of_child() -> bytes:
     from ray._raylet import WorkerID
 
     reader, writer = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         devices = [sys.modules[name] for name in ("torch.cuda", "torch.xpu") if name in sys.modules]
         if not any(device._is_in_bad_fork() for device in devices):
             os.write(writer, WorkerID.from_random().binary())
         os._exit(0)
     os.close(writer)
+    os.waitpid(child, 0)
     with open(reader, "rb") as stream:
         return stream.read()
 
@@ -144,4 +149,5 @@ def _without_ray_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 if __name__ == "__main__":
     sys.path[:] = [folder for folder in sys.path if folder != os.getcwd()]  # added by `python -m`
-    run_worker(serve_requests(*sys.argv[1:]))
+    serve_requests(*sys.argv[1:])
+    run_worker()

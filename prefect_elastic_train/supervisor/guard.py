@@ -13,8 +13,6 @@ Each hour it updates the timestamps of all files in the folder, since cleaners o
 for some days, and removes the logs of Ray's workers that have exited.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select
@@ -65,13 +63,12 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     marked: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process not in marked and process.pid != os.getpid() and _has_mark(process, mark):
+            if process not in marked and _has_mark(process, mark):
                 marked |= {process, *process.children(recursive=True)}
-    marked.discard(psutil.Process())
     alive = []
-    for process in marked:
+    for process in marked - {psutil.Process()}:
         with suppress(psutil.Error):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
     return alive
 

@@ -4,8 +4,6 @@ A job's package contains this Python package, the driver's spec, and the user's 
 package store and on its nodes, where all users of the cluster can read it.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -59,7 +57,6 @@ main([str(Path(__file__).with_name("spec"))])
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 #: Images name their Python one way or the other.
 _EXECUTE = 'exec "$(command -v python || command -v python3)"'
-_TRAIN = f"{_EXECUTE} -m {JOB_MODULE}"
 
 
 class UnreachableError(Exception):
@@ -125,38 +122,31 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             return self.get_job_info(submission_id)
         return None
 
-    def submit(
-        self, submission_id: str, metadata: dict[str, str], package: Path | None = None, command: str = _TRAIN
-    ) -> None:
-        """Submit a Ray job under a new submission id, with metadata by which the job can be found again.
+    def submit(self, submission_id: str, metadata: dict[str, str], package: Path) -> None:
+        """Submit a driver as a Ray job under a new submission id, with metadata by which the job can be found again.
 
         Args:
             submission_id: The new id.
             metadata: Texts that the cluster keeps with the job.
-            package: Archive with the modules of a driver, whose job gets the block's environment and resources; None
-                for a job that is not a driver.
-            command: Shell command that the job runs.
+            package: Archive with the modules of the driver.
 
         Raises:
             UnreachableError: It is unknown if the cluster has the job.
             RefusedError: The cluster refused the job, or it cannot be sent.
         """
-        environment: dict[str, Any] = {}
-        resources: dict[str, float] = {}
+        environment = dict(self._cluster.runtime_env)
+        resources = dict(self._cluster.driver_resources)
+        if self._cluster.working_dir:
+            environment["working_dir"] = os.path.expanduser(self._cluster.working_dir)
+        environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
         try:
-            if package is not None:
-                environment = dict(self._cluster.runtime_env)
-                resources = dict(self._cluster.driver_resources)
-                if self._cluster.working_dir:
-                    environment["working_dir"] = os.path.expanduser(self._cluster.working_dir)
-                environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
-                uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
-                environment["py_modules"] = [*(environment.get("py_modules") or []), uri]
+            uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
+            environment["py_modules"] = [*(environment.get("py_modules") or []), uri]
             self.submit_job(
-                entrypoint=command,
+                entrypoint=f"{_EXECUTE} -m {JOB_MODULE}",
                 submission_id=submission_id,
                 runtime_env=environment,
-                metadata=dict(metadata),
+                metadata=metadata,
                 entrypoint_num_cpus=resources.pop("CPU", None),
                 entrypoint_num_gpus=resources.pop("GPU", None),
                 entrypoint_memory=int(resources.pop("memory", 0)) or None,
@@ -185,7 +175,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
             "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
         )
-        self.submit(f"{submission_id}-end", {}, command=f"{_EXECUTE} -c {shlex.quote(code)}")
+        with _unexpected_answers():
+            self.submit_job(entrypoint=f"{_EXECUTE} -c {shlex.quote(code)}", submission_id=f"end-of-{submission_id}")
 
     def read_log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
         """Yield in chunks the last lines of the log of a Ray job's driver; all lines for -1.
@@ -293,7 +284,7 @@ def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
         with ZipFile(file, "w", ZIP_DEFLATED) as archive:
             for path in sorted(_PACKAGE.rglob("*")):
                 if path.is_file() and path.suffix != ".pyc":
-                    archive.write(path, Path(_PACKAGE.name) / path.relative_to(_PACKAGE))
+                    archive.write(path, path.relative_to(_PACKAGE.parent))
             archive.writestr(f"{_PACKAGE.name}/{VERSION_FILE}", f"{__version__}\n")
             archive.writestr(f"{JOB_MODULE}/__main__.py", _ENTRY.format(python=PYTHON))
             archive.writestr(f"{JOB_MODULE}/__init__.py", "")

@@ -23,7 +23,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.size_limits import whole_lines
 from prefect_elastic_train.core.time_limits import JOB_STOP_SECONDS
-from prefect_elastic_train.supervisor.driver_handle import NO_FINAL_EVENT, POLL_SECONDS, DriverHandle
+from prefect_elastic_train.supervisor.driver_handle import NO_FINAL_EVENT, DriverHandle
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
 
@@ -71,11 +71,15 @@ class JobDriver(DriverHandle):
         self._folder = folder
         self._client = JobClient(spec.cluster)
         #: True once the dashboard has answered: then its address is not misspelt.
-        self._has_answered: bool = previous is not None and previous._has_answered
+        self._has_answered = spec.request.resumed
         #: Id of a job that may still run; empty for none.
-        self._running_id: str = previous._running_id if previous is not None else ""
+        self._running_id = ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
-        self._received_until: float = previous._received_until if previous is not None else 0.0
+        self._received_until = 0.0
+        if previous is not None:
+            self._has_answered |= previous._has_answered
+            self._running_id = previous._running_id
+            self._received_until = previous._received_until
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"
@@ -91,20 +95,17 @@ class JobDriver(DriverHandle):
         """
         request = self._spec.request
         cluster = self._spec.cluster
-        self._has_answered = self._has_answered or request.resumed
-        metadata = {
-            "elastic_train_run": request.run_name,
-            "elastic_train_storage": _digest(self._spec.storage.uri)[:16],
-            "elastic_train_owner": request.owner.flow_run_id,
-        }
+        name = re.sub(r"[^\w.-]", "-", request.run_name)
+        identity = _digest([request.run_name, self._spec.storage.uri, request.owner.flow_run_id])
+        prefix = f"elastic-train-{name}-{identity[:12]}-"
+        config = _digest(request.fingerprint.config)
         jobs = self._retry(
             self._client.submitted_jobs,
             cluster.unreachable_timeout_seconds if self._has_answered else cluster.connect_timeout_seconds,
         )
-        own_jobs = [job for job in jobs if metadata.items() <= (job.metadata or {}).items()]
+        own_jobs = [job for job in jobs if job.submission_id.startswith(prefix)]
         running = next((job for job in own_jobs if not job.status.is_terminal()), None)
         self._was_running = running is not None
-        config = _digest(json.dumps(request.fingerprint.config, sort_keys=True))
         if running is not None:
             if (running.metadata or {}).get("elastic_train_config", config) != config:
                 raise AttemptFailedError(
@@ -116,17 +117,14 @@ class JobDriver(DriverHandle):
             self.job = running
             self._received_until = self._received_until or self.follower.logged_until()
         else:
-            name = re.sub(r"[^\w.-]", "-", request.run_name)
-            prefix = f"elastic-train-{name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
             number = max((int(job.submission_id.removeprefix(prefix)) for job in own_jobs), default=0) + 1
-            self.job = self._submit(f"{prefix}{number}", {**metadata, "elastic_train_config": config})
+            self.job = self._submit(f"{prefix}{number}", config)
             self._received_until = 0.0
         self._is_replay = self._received_until > 0
         self._id: str = self.job.submission_id
         self._running_id = self._id
         # Counted from now, since the submission may have taken long.
         self._started_at = time.monotonic()
-        self._request_at = self._started_at
         self._answered_at = self._started_at
         self._log_read_at = self._started_at
         self._heartbeat_at = self._started_at
@@ -137,25 +135,24 @@ class JobDriver(DriverHandle):
         self._log = JobLog(self._client)
 
     def read_output(self) -> Iterator[tuple[str, bytes]]:
-        """Request the status of the Ray job, about once a second, and yield the new lines of its log."""
-        if time.monotonic() < self._request_at:
-            time.sleep(POLL_SECONDS)
-            return
+        """Wait a second, request the status of the Ray job, and yield the new lines of its log."""
+        self._wait(_REQUEST_INTERVAL_SECONDS)
         try:
             job = self._client.find_job(self._id)
             self._answered_at = time.monotonic()
             self._is_unknown = job is None
             self.job = job or self.job
+            has_ended = self.job.status.is_terminal()
+            if job is None or has_ended:
+                self._running_id = ""
             if job is not None and job.driver_node_id:
-                has_ended = job.status.is_terminal()
                 for line in self._log.read(job, to_the_end=has_ended):
                     yield "driver", line
-                self._log_is_complete = has_ended
+            self._log_is_complete = has_ended
             self._log_read_at = time.monotonic()
         except (UnreachableError, RefusedError) as error:  # the last known state of the job stays
             self._problem = str(error)
             self._heartbeat_at = time.monotonic()  # heartbeats cannot be read now
-        self._request_at = time.monotonic() + _REQUEST_INTERVAL_SECONDS
 
     def poll(self) -> AttemptEnded | None:
         """Return the attempt's final event, or None while the Ray job runs.
@@ -165,12 +162,9 @@ class JobDriver(DriverHandle):
         """
         now = time.monotonic()
         if self.job.status.is_terminal():
-            self._running_id = ""
             self._ended_at = min(self._ended_at, now)
-            log_is_read = self._log_is_complete or not self.job.driver_node_id
-            return self._end_of_job() if log_is_read or now - self._ended_at > _LOG_END_SECONDS else None
-        if self._is_unknown:
-            self._running_id = ""
+            is_read = self._log_is_complete or now - self._ended_at > _LOG_END_SECONDS
+            return self._end_of_job() if is_read else None
         if self._final_event is not None and (self._is_unknown or now - self._final_event_at > _JOB_EXIT_SECONDS):
             return self._end_of_job()  # a cluster may be removed as soon as its job has ended
         if self._is_unknown:
@@ -224,11 +218,8 @@ class JobDriver(DriverHandle):
                     return
                 if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
                     self._client.submit_end_of_pending(self._running_id)
-            except UnreachableError as error:
+            except (UnreachableError, RefusedError) as error:
                 problem = str(error)
-            except RefusedError as error:
-                problem = str(error)
-                break
             time.sleep(0.5)
         if self._running_id:
             self.follower.on_note(
@@ -256,13 +247,19 @@ class JobDriver(DriverHandle):
             self.follower.on_note(note)
         self._last_note = note
 
-    def _submit(self, submission_id: str, metadata: dict[str, str]) -> JobDetails:
+    def _submit(self, submission_id: str, config: str) -> JobDetails:
         """Submit a Ray job, and return its details. If the answer is lost, find the job by its id."""
         # Checked only here: a job that already trains is followed with any version of Ray.
         self._retry(self._client.check_version, _SUBMIT_SECONDS)
         owner = self._spec.request.owner.model_copy(update={"job": submission_id})
         spec = replace(self._spec, request=replace(self._spec.request, owner=owner))
-        metadata = {**metadata, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
+        metadata = {
+            "elastic_train_run": spec.request.run_name,
+            "elastic_train_config": config,
+            "elastic_train_owner": owner.flow_run_id,
+            "flow_run_name": owner.flow_run_name,
+            "flow_name": owner.flow_name,
+        }
         self._running_id = submission_id  # from here on the cluster may have it
         with job_package(spec, self._folder) as package:
 
@@ -270,15 +267,13 @@ class JobDriver(DriverHandle):
                 problem: Exception = UnreachableError("the cluster does not have the job")
                 try:
                     self._client.submit(submission_id, metadata, package)
-                except (UnreachableError, RefusedError) as error:
+                except UnreachableError as error:
                     problem = error
                 # Whatever the answer was: the submission has succeeded if the cluster has the job.
                 job = self._client.find_job(submission_id)
-                if job is not None:
-                    return job
-                if isinstance(problem, RefusedError):
-                    self._running_id = ""
-                raise problem
+                if job is None:
+                    raise problem
+                return job
 
             return self._retry(submit, _SUBMIT_SECONDS)
 
@@ -318,12 +313,12 @@ class JobDriver(DriverHandle):
         status = self.job.status
         if status == "STOPPED" and (ended is None or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
             return self.final_event(Outcome.CANCELLED, f"job {self._id} was stopped, but not by this flow run")
-        if ended is not None and ended.outcome is Outcome.CANCELLED:
-            return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
-        if ended is not None and ended.outcome is Outcome.SUPERSEDED and self._was_running:
-            # Another process started that job; the one that has the run now may be this one.
-            return self.final_event(Outcome.DRIVER_LOST, ended.message)
         if ended is not None:
+            if ended.outcome is Outcome.CANCELLED:
+                return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
+            if ended.outcome is Outcome.SUPERSEDED and self._was_running:
+                # Another process started that job; the one that has the run now may be this one.
+                return self.final_event(Outcome.DRIVER_LOST, ended.message)
             return ended
         if status == "SUCCEEDED":
             return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
@@ -377,5 +372,5 @@ class JobLog:
             yield line
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

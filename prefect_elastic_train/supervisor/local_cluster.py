@@ -1,7 +1,5 @@
 """The local Ray cluster of a training: a head node on the machine of the flow process, and its fork server."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -11,6 +9,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, PRINT_PATCH, DriverSpec
@@ -20,7 +19,7 @@ from prefect_elastic_train.supervisor.processes import start_process
 from prefect_elastic_train.supervisor.raylet_patches import free_port
 
 #: Time after which a driver notices that its head has died; Ray's default is 60 s.
-_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
+_RECONNECT_SECONDS = "6"
 _MAX_LOG_CHARACTERS = 2000
 
 
@@ -53,24 +52,18 @@ class LocalCluster:
     def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.is_lost = False
+        self._spec = spec
         self._folder = folder
         self._claims = claims
-        # Without a number Ray counts the CPUs itself, and observes the limits of a container.
-        self._num_cpus = spec.cluster.num_cpus
-        if spec.request.cpus_beside:
-            self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + spec.request.cpus_beside
-        self._num_gpus = len(claims.gpus) or spec.cluster.num_gpus
         self._head: subprocess.Popen[bytes] | None = None
         self._head_log = folder / "r0.log"
         self._token = secrets.token_hex(32)
         self._fork_server: subprocess.Popen[bytes] | None = None
         self._fork_log = folder / "fork.log"
-        threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
-        self._fork_arguments = [spec.request.framework, str(threads)]
-        #: Variables of workers. Ray Train sets them by a runtime environment, which forked workers do not have.
-        self._fork_variables: dict[str, str] = {}
+        self._variables = {"RAY_gcs_rpc_server_reconnect_timeout_s": _RECONNECT_SECONDS}
         if spec.can_fork:
-            self._fork_variables = {
+            # Ray Train sets the last two by a runtime environment, which forked workers do not have.
+            self._variables |= {
                 FORK_SERVER_VARIABLE: str(folder / "fork"),
                 "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
                 "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
@@ -91,7 +84,7 @@ class LocalCluster:
     def add_variables(self, environment: dict[str, str]) -> None:
         """Add to a process's environment the variables that the process needs to join this local cluster."""
         use_token(environment, self._token, self._folder)
-        environment.update(_RECONNECT | self._fork_variables)
+        environment.update(self._variables)
         # The node of a local cluster is never drained, so no worker group waits for a watcher.
         environment.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
@@ -102,17 +95,17 @@ class LocalCluster:
         """
         if self._head is not None:
             return
-        session_folder = self._folder / "r0"
-        shutil.rmtree(session_folder, ignore_errors=True)
-        command = self._command(self.address.rpartition(":")[2], session_folder)
-        claims = [claim.fileno() for claim in self._claims.sockets]
-        with self._head_log.open("wb") as log:
-            self._head = start_process(
-                command, self._environment, subprocess.DEVNULL, log, cwd=self._folder, pass_fds=claims
-            )
-        if self._fork_variables:
+        shutil.rmtree(self._folder / "r0", ignore_errors=True)
+        self._head = self._start_process(
+            self._command(), self._head_log, pass_fds=[claim.fileno() for claim in self._claims.sockets]
+        )
+        if self._spec.can_fork:
+            Path(self._variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
+            threads = max(1, int(self._spec.scaling.resources_per_worker.get("CPU", 1)))
+            arguments = [self._spec.request.framework, str(threads)]
+            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *arguments]
             with suppress(OSError):  # Ray starts the workers itself then
-                self._start_fork_server()
+                self._fork_server = self._start_process(command, self._fork_log)
 
     def check_fork_server(self, follower: Follower) -> None:
         """Log a note, once, if the fork server has exited. Ray then starts the workers itself."""
@@ -130,31 +123,31 @@ class LocalCluster:
 
     def log_failure(self, follower: Follower) -> str:
         """Log the end of the head node's output. Return its parts that name an exited process, or else that output."""
-        try:
-            output = without_marks(self._head_log.read_text(errors="replace"))[-_MAX_LOG_CHARACTERS:].strip()
-        except OSError:
-            return ""
+        output = without_marks(self._head_log.read_text(errors="replace"))[-_MAX_LOG_CHARACTERS:].strip()
         for line in output.splitlines():
             follower.on_line("cluster", f"{DETAIL_TAG}{line}")
         return ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", output)) or output
 
-    def _start_fork_server(self) -> None:
-        Path(self._fork_variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
-        with self._fork_log.open("wb") as log:
-            self._fork_server = start_process(command, self._environment, subprocess.DEVNULL, log, cwd=self._folder)
+    def _start_process(self, command: list[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
+        with log_file.open("wb") as log:
+            return start_process(command, self._environment, subprocess.DEVNULL, log, cwd=self._folder, **options)
 
-    def _command(self, port: str, session_folder: Path) -> list[str]:
+    def _command(self) -> list[str]:
         command = [
             *(sys.executable, "-m", "prefect_elastic_train.supervisor.cluster_head", "start", "--head", "--block"),
             "--no-monitor",  # the autoscaler's, which a single node does not need
             "--node-ip-address=127.0.0.1",
-            f"--port={port}",
+            f"--port={self.address.rpartition(':')[2]}",
             "--dashboard-agent-listen-port=0",
-            f"--temp-dir={session_folder}",
+            f"--temp-dir={self._folder / 'r0'}",
         ]
-        if self._num_cpus:
-            command.append(f"--num-cpus={self._num_cpus}")
-        if self._num_gpus >= 0:
-            command.append(f"--num-gpus={self._num_gpus}")
+        # Without a number Ray counts the CPUs itself, and observes the limits of a container.
+        num_cpus = self._spec.cluster.num_cpus
+        if beside := self._spec.request.cpus_beside:
+            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + beside
+        if num_cpus:
+            command.append(f"--num-cpus={num_cpus}")
+        num_gpus = len(self._claims.gpus) or self._spec.cluster.num_gpus
+        if num_gpus >= 0:
+            command.append(f"--num-gpus={num_gpus}")
         return command

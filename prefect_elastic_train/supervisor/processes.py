@@ -1,17 +1,17 @@
 """Starts child processes of the flow process and reads their output."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
 from prefect_elastic_train.core.size_limits import whole_lines
+from prefect_elastic_train.core.time_limits import KILL_SECONDS
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -31,6 +31,13 @@ def start_process(
     """
     options = {"stdin": stdin, "stdout": output, "stderr": output, **options}
     return subprocess.Popen(command, env=environment, start_new_session=True, **options)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that has pipes, and wait for its exit, for a limited time."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=KILL_SECONDS)
 
 
 def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:

@@ -4,8 +4,6 @@ Uses ``ray._private.services`` and ``ray._raylet.persist_port``, since no option
 how long a node waits for its agents.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import random

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from logging import WARNING
@@ -33,19 +32,17 @@ from prefect_elastic_train.core.request import (
 from prefect_elastic_train.core.time_limits import KILL_SECONDS
 from prefect_elastic_train.driver.prestarted import PRESTARTED
 from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverHandle
-from prefect_elastic_train.supervisor.driver_starter import DriverStarter
+from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverHandle, DriverStarter
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token
-from prefect_elastic_train.supervisor.processes import complete, import_path, start_process
+from prefect_elastic_train.supervisor.processes import complete, import_path, kill, start_process
 
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job_handle import JobDriver
 
 #: Ray makes sockets below the private folder. With Ray's session name their paths must fit into 107 characters.
 _MAX_FOLDER_CHARACTERS = 24
-_DRIVER = (sys.executable, "-m", DRIVER_MODULE)
 
 
 class TrainingProcesses:
@@ -58,7 +55,7 @@ class TrainingProcesses:
             follows.
     """
 
-    driver_command: Sequence[str] = _DRIVER
+    driver_command: Sequence[str] = (sys.executable, "-m", DRIVER_MODULE)
 
     def __init__(self, settings: ElasticTrainSettings, follower: Follower) -> None:
         self.settings = settings
@@ -88,22 +85,23 @@ class TrainingProcesses:
 
             self._job = JobDriver(self.follower, self.settings, self.wait, spec, folder, self._job)
             return self.follow(self._job)
-        cluster = self._get_or_make_cluster(spec, folder, environment) if spec.cluster.is_local else None
-        token = spec.cluster.auth_token.get_secret_value()
-        if cluster is not None:
+        cluster = None
+        if spec.cluster.is_local:
+            cluster = self._get_or_make_cluster(spec, folder, environment)
             cluster.add_variables(environment)
             settings = spec.cluster.model_copy(
                 update={"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             )
             spec = replace(spec, cluster=settings, local_address=cluster.address)
-        elif token:
+        elif token := spec.cluster.auth_token.get_secret_value():
             use_token(environment, token, folder)
         spec_file = folder / "spec"
         write_spec(spec, spec_file)
         spec_file.with_name(STOP_FILE).unlink(missing_ok=True)
-        prestarts = spec.scaling.standby != "off" and self.driver_command == _DRIVER
-        prestart_command = [*_DRIVER, PRESTARTED, spec.request.framework] if prestarts else []
-        process = self._starter.start(self.driver_command, environment, spec_file, prestart_command)
+        prestart_command: list[str] = []
+        if spec.scaling.standby != "off":
+            prestart_command = [*self.driver_command, PRESTARTED, spec.request.framework]
+        process = self._starter.start([*self.driver_command, str(spec_file)], environment, prestart_command)
         ended = self.follow(ChildDriver(self.follower, self.settings, self._starter, process, spec_file, cluster))
         if cluster is not None:
             cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
@@ -125,12 +123,9 @@ class TrainingProcesses:
             driver.start()
             while (ended := driver.poll()) is None:
                 self._check()
-                checked_at = time.monotonic()
                 for source, line in driver.read_output():
                     driver.process_line(source, line)
-                    if time.monotonic() - checked_at > POLL_SECONDS:
-                        checked_at = time.monotonic()
-                        self._check()
+                    self._check()
             return ended
         except BaseException as reason:
             complete(partial(driver.prepare_stop, reason))
@@ -162,13 +157,9 @@ class TrainingProcesses:
         self._starter.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._guard is not None:
-            self._guard.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._guard.communicate(timeout=KILL_SECONDS)
+            kill(self._guard)
         self._folder = None
-        self._guard = None
         self._cluster = None
-        self._job = None
 
     def _get_or_make_cluster(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> LocalCluster:
         """Return the local cluster of the training. If there is none or it has died, make a new one.

@@ -110,7 +110,12 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     def _steps(self) -> Iterator[Any]:
         """Yield this rank's batches from the session, and record each step as done when Lightning requests more."""
-        self._restore_rank()
+        # Lightning's own checkpoint lacks this rank's torchmetrics and random states.
+        self._trainer.fit_loop._restarting = False  # else Lightning does not step the schedules after this epoch
+        for name, state in self._restored.get("metrics", {}).items():
+            vars(self._metrics()[name]).update(state)
+        self._reported = dict(self._trainer.callback_metrics)
+        restore_random_state(self._random)
         for batch in self.session.batches(self._dataset, micro_batch=self._batch_size, **self._loader):
             yield batch
             self._end_step()  # Lightning requests the next batch after validation, other callbacks and schedules
@@ -198,7 +203,15 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
             folder = Path(directory, _MODELS, str(number))
             if folder.exists() and trainer.local_rank == 0:
                 shutil.copytree(folder, str(models.dirpath), dirs_exist_ok=True)
-        _set_batch_end(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches, self._restored["parts"])
+        loops = checkpoint["loops"]["fit_loop"]
+        epoch = loops["epoch_progress"]["current"]
+        if epoch["ready"] > epoch["processed"]:  # in an epoch: the batch has ended, so that no validation is repeated
+            progress = loops["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                for name in counts:  # a step may have another number of batches now
+                    counts[name] = counts[name] * trainer.accumulate_grad_batches // self._restored["parts"]
+                counts["completed"] -= 1
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
         connector.restore_datamodule()
@@ -208,38 +221,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         trainer.num_sanity_val_steps = 0
         vars(trainer._logger_connector).update(self._restored["connector"])
 
-    def _restore_rank(self) -> None:
-        """Restore this rank's torchmetrics and random states, directly before the first batch.
-
-        Lightning's own checkpoint lacks them.
-        """
-        self._trainer.fit_loop._restarting = False  # else Lightning does not step the schedules after this epoch
-        for name, state in self._restored.get("metrics", {}).items():
-            vars(self._metrics()[name]).update(state)
-        self._reported = dict(self._trainer.callback_metrics)
-        restore_random_state(self._random)
-
 
 def _move_paths(value: Any, old: str, new: str) -> Any:
     """Return the state of a Lightning callback with its paths in the folder ``old`` moved to the folder ``new``."""
     if isinstance(value, dict):
         return {_move_paths(key, old, new): _move_paths(item, old, new) for key, item in value.items()}
     return value.replace(old, new, 1) if isinstance(value, str) and value.startswith(old) else value
-
-
-def _set_batch_end(loops: dict[str, Any], parts: int, saved_parts: int) -> None:
-    """Set the batch progress of Lightning's loops, so that Lightning does not repeat a validation after a restart.
-
-    The counts of batches are converted to the current number of batches of a step.
-
-    Args:
-        loops: State of Lightning's fit loop; changed in place.
-        parts: Number of batches of an optimizer step now.
-        saved_parts: Number of batches of an optimizer step when the checkpoint was saved.
-    """
-    progress = loops["epoch_loop.batch_progress"]
-    if loops["epoch_progress"]["current"]["ready"] > loops["epoch_progress"]["current"]["processed"]:
-        for counts in (progress["total"], progress["current"]):
-            counts.update({name: count * parts // saved_parts for name, count in counts.items()})
-            counts["completed"] -= 1
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

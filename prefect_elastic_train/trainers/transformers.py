@@ -1,7 +1,5 @@
 """A session for ``transformers.Trainer``, which restores its whole state at any step. Tested with transformers 5.24."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections import deque

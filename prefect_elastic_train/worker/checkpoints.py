@@ -4,8 +4,6 @@ Uses ``ray.train.v2._internal``: Ray Train writes a checkpoint through its ``Sto
 file as one stream, does not retry, and cannot be configured.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -24,7 +22,7 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.runs.run_filesystem import RunFilesystem, run_filesystem
-from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.worker import loop_inspection
 
@@ -114,7 +112,7 @@ def open_checkpoint(uri: str, settings: StorageSettings) -> Checkpoint:
     if isinstance(settings, LocalStorageSettings):
         return Checkpoint(uri)
     path = uri.partition("://")[2].rstrip("/")
-    return RunCheckpoint(path, run_filesystem(open_storage(settings).folder(path)))
+    return RunCheckpoint(path, run_filesystem(Storage(settings).folder(path)))
 
 
 def use_unique_folders(context: rays_context.TrainContext, attempt: int, group: int) -> None:

@@ -1,7 +1,5 @@
 """Joining the processes of a JAX worker group, and leaving it without waiting for dead ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

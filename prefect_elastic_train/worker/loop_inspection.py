@@ -3,8 +3,6 @@
 The controller runs these functions in each worker.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import sys
@@ -105,13 +103,16 @@ def innermost_frame() -> Any:
 
 
 def current_line() -> str:
-    """Return as text the innermost line of the train loop that is not in a library, with its file and function."""
+    """Return as text the innermost line of the train loop that is not in a library, with its file and function.
+
+    The text continues a sentence: ``at train.py:31 in step: loss.backward()``.
+    """
     frame = innermost_frame()
     if not frame:
-        return "the end of the loop"
+        return "at the end of the loop"
     stack = traceback.extract_stack(frame)
     user_line = next((entry for entry in reversed(stack) if not re.search(_LIBRARIES, entry.filename)), stack[-1])
-    return f"{user_line.filename}:{user_line.lineno} in {user_line.name}: {user_line.line}"
+    return f"at {user_line.filename}:{user_line.lineno} in {user_line.name}: {user_line.line}"
 
 
 def thread_stacks() -> str:
@@ -128,7 +129,7 @@ def thread_stacks() -> str:
     session = _session()
     steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
     waits = _WAITING.search("".join(traceback.format_stack(innermost_frame())))
-    return "\n".join([f"{'waits for other ranks' if waits else 'is'} at {current_line()}", *steps, *threads.values()])
+    return "\n".join([f"{'waits for other ranks' if waits else 'is'} {current_line()}", *steps, *threads.values()])
 
 
 def _thread_frames() -> dict[int, Any]:

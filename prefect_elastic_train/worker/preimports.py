@@ -3,8 +3,6 @@
 Uses ``ray._private.utils``, which respects the memory limit of a container.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Iterable

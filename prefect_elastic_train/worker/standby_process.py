@@ -4,8 +4,6 @@ Uses ``ray.train.v2._internal`` and ``ray._private.worker``: a worker group read
 and that process asks Ray for its own devices.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress
@@ -71,7 +69,7 @@ def wait_for_devices(previous: list[tuple[str, int]]) -> None:
     Args:
         previous: Node id and process id of each worker of the previous worker group.
     """
-    if assigned_devices():
+    if previous and assigned_devices():
         node_id = ray.get_runtime_context().get_node_id()
         psutil.wait_procs([other for other in psutil.process_iter() if (node_id, other.pid) in previous], _EXIT_SECONDS)
 

@@ -3,8 +3,6 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to replace the worker's class.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -3,8 +3,6 @@
 Uses ``ray.train.v2._internal``: Ray's public callbacks run in the controller.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -52,24 +50,22 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._group = 0  # number of worker groups that the attempt has started
-        self._previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
+        self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
         self._reporting = 0  # identifier of the loop's thread while it reports
         self._saves = False  # True if that report has a checkpoint
 
-    def begin_group(self, failures: int, previous: list[tuple[str, int]]) -> None:
+    def begin_group(self, failures: int) -> None:
         """Prepare these hooks, in the controller, for the next worker group, whose workers get copies of the hooks.
 
         Args:
             failures: Failures of the run so far.
-            previous: Node id and process id of each worker of the previous worker group.
         """
         self._group += 1
-        self._previous = previous
         self._context = replace(self._context, failures=failures)
 
     def after_init_train_context(self) -> None:
         """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""
-        wait_for_devices(self._previous)
+        wait_for_devices(self.previous)
         set_gloo_interface()
         set_run_context(self._context)
         context = get_train_context()
@@ -83,20 +79,25 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
-        """Wait for earlier uploads before a report of the train loop, and for an announced restart after it."""
+        """Wait for earlier uploads before a report of the train loop, and for an announced restart after it.
+
+        Before it, at most one earlier report of this rank may wait for its upload, besides the one that is being
+        uploaded.
+        """
+        context = get_train_context()
+        condition = context.report_order_condition
         self._reporting = threading.get_ident()
         self._saves = False
-        try:
-            with self._count_stall():
-                _wait_for_uploads(get_train_context())
-        except Exception:
-            logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
+        with self._count_stall(), condition:
+            is_in_time = condition.wait_for(
+                lambda: context.report_call_index - context.current_report_index < _MAX_PENDING_REPORTS,
+                _UPLOAD_SECONDS,
+            )
+        if not is_in_time:
+            logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
         yield
         self._reporting = 0
-        try:
-            _wait_for_restart(self._saves)
-        except Exception:
-            logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
+        _wait_for_restart(context, self._saves)
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
@@ -135,30 +136,14 @@ def set_gloo_interface() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _wait_for_uploads(context: Any) -> None:
-    """Wait until at most one earlier report of this rank waits for its upload, besides the one that is being uploaded.
-
-    After `_UPLOAD_SECONDS`, log a warning and stop waiting.
-    """
-    condition = context.report_order_condition
-    deadline = time.monotonic() + _UPLOAD_SECONDS
-    with condition:
-        while context.report_call_index - context.current_report_index >= _MAX_PENDING_REPORTS:
-            if time.monotonic() > deadline:
-                logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
-                return
-            condition.wait(timeout=1.0)
-
-
-def _wait_for_restart(saved: bool) -> None:
+def _wait_for_restart(context: Any, saved: bool) -> None:
     """Hold the train loop after its report until the announced restart comes or is withdrawn, or the time is up.
 
     Only a report that the restart waits for is held: one with a checkpoint (``saved``), or one after a request to save.
     """
-    asked_to_save = restart_notice.state.save_requested
+    is_awaited = saved or restart_notice.state.save_requested
     restart_notice.state.save_requested = False
-    context = restart_notice.train_context() if saved or asked_to_save else None
-    coming = restart_notice.announced_restart(context) if context is not None else None
+    coming = restart_notice.announced_restart(context) if is_awaited else None
     deadline = time.monotonic() + _HOLD_SECONDS
     while coming is not None and restart_notice.announced_restart(context) == coming:
         if time.monotonic() > deadline:

@@ -1,7 +1,5 @@
 """Fixtures of the fault tier: deployments whose runs are disturbed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Block documents as code, on a real server."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Any
 
@@ -12,6 +10,7 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train import ConfigurationError, ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.blocks.documents import apply
+from prefect_elastic_train.blocks.lookup import chosen_block
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -34,7 +33,7 @@ def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_bac
 
     _edit(client, name, max_workers="lots", colour="blue")
     with pytest.raises(ConfigurationError, match="not allowed"):
-        ElasticScaling.load(name)
+        chosen_block("scaling", name)
     blocks[2] = RayCluster()
     for dry_run in (True, False):
         assert "colour" in client.read_block_document_by_name(name, "elastic-scaling").data

@@ -1,7 +1,5 @@
 """The code blocks of the documentation, run as they stand, page by page."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from tests.support.clusters import ElasticCluster
 
 SLOW_AGENTS = """
@@ -9,6 +11,7 @@ if any(name in pathlib.Path("/proc/self/cmdline").read_text() for name in ("dash
 """
 
 
+@pytest.mark.full
 def test_a_node_whose_agents_boot_slowly_starts_nonetheless(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
     cluster = ElasticCluster(tmp_path)

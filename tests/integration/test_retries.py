@@ -1,7 +1,5 @@
 """Which retries Prefect's engine counts and logs, by a scripted driver and the budget that its records have left."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
@@ -29,12 +27,8 @@ def _loop() -> None:
         ("submit", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
         ("async", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
         ("call", 3600, [(1, True), (0, False)], ["1/1"]),  # of a resumed flow run, which has used one before
-        (
-            "call",
-            3600,
-            [(2, True), (1, True), (1, True), (0, False)],
-            ["1/2", "2/2", "3/3"],
-        ),  # one does not count any more
+        # One does not count any more.
+        ("call", 3600, [(2, True), (1, True), (1, True), (0, False)], ["1/2", "2/2", "3/3"]),
         ("call", 3600, [(2, True), (None, False), (1, False), (0, False)], ["1/2", "2/3", "3/3"]),
         ("call", 3600, [(2, True), (1, True), (0, True), ("used up", False)], ["1/2", "2/2", "3/3"]),
         ("call", 0, [(2, True), (1, True), (0, False)], ["1/2", "2/2"]),
@@ -51,16 +45,15 @@ def test_prefect_counts_the_retries_that_the_budget_has_left_and_goes_on_as_long
 ) -> None:
     coming = iter(attempts)
 
-    def run_driver(training: Training, runtime: Any) -> AttemptEnded:
+    def run_driver(training: Training) -> AttemptEnded:
         left, commits = next(coming)
         if left == "used up":
             raise AttemptFailedError("the driver restarts are used up", outcome=Outcome.DRIVER_LOST, final=True)
         if left is not None:
             training.on_event(AttemptStarted(run_name="mnist", run_uri="/r", left={"driver restart": left}), False)
         if commits:
-            training.on_event(
-                CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1), False
-            )
+            committed = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1)
+            training.on_event(committed, False)
         raise AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST)
 
     monkeypatch.setattr(Training, "_run_driver", run_driver)
@@ -68,9 +61,10 @@ def test_prefect_counts_the_retries_that_the_budget_has_left_and_goes_on_as_long
 
     @flow
     def train() -> None:
-        future = task.elastic_train.submit if mode == "submit" else task.elastic_train
-        found = future(_loop, failures=budget)
-        found.result() if mode == "submit" else None
+        if mode == "submit":
+            task.elastic_train.submit(_loop, failures=budget).result()
+        else:
+            task.elastic_train(_loop, failures=budget)
 
     @flow
     async def train_async() -> None:

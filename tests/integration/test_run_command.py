@@ -1,7 +1,5 @@
 """`elastic-train run`: a training from a shell, with saved blocks, a config file and settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,7 +20,7 @@ from tests.support.processes import attempts, free_port, run_folder, steps_of, w
 
 pytestmark = pytest.mark.usefixtures("api")
 
-TOKEN = "CANARY seven sisters"
+TOKEN, LOOP = "CANARY seven sisters", "my_project/loops.py:train_loop"
 LOOPS = '''
 """Loops of a project that is not installed."""
 
@@ -70,14 +68,14 @@ def project(tmp_path: Path) -> Path:
 
 def _command(project: Path, api_url: str, *arguments: str) -> subprocess.Popen[str]:
     """Start `elastic-train run` as its user does."""
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(
-        [str(Path(sys.executable).parent / "elastic-train"), "run", *arguments],
+        [Path(sys.executable).parent / "elastic-train", "run", *arguments],
         cwd=project,
         env={**os.environ, "PREFECT_API_URL": api_url},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        **streams,
     )
 
 
@@ -93,20 +91,18 @@ def _ended(command: subprocess.Popen[str], timeout: float) -> tuple[int, str, st
 def _flow_run(log: str) -> FlowRun:
     """Read the flow run that a log tells the page of."""
     found = re.search(r"/runs/flow-run/([0-9a-f-]{36})", log)
-    assert found is not None, log
     with get_client(sync_client=True) as client:
         return client.read_flow_run(UUID(found[1]))
 
 
 def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, api_url: str) -> None:
-    cluster = RayCluster(num_cpus=1, auth_token=TOKEN)
-    failures = FailureBudget(max_failures=0)
-    cluster.save("shell", overwrite=True)
-    failures.save("shell", overwrite=True)
+    blocks = {"cluster": RayCluster(num_cpus=1, auth_token=TOKEN), "failures": FailureBudget(max_failures=0)}
+    for block in blocks.values():
+        block.save("shell", overwrite=True)
     command = _command(
         project,
         api_url,
-        "my_project/loops.py:train_loop",
+        LOOP,
         *("--profile", "shell", "--framework", "none", "--storage", "./runs", "--workers", "1"),
         *("--config", "config.yaml", "--set", "steps=2", "--set", "optimizer.lr=2e-3", "--json"),
     )
@@ -121,10 +117,9 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
     assert "printed by the module" in log
 
     run = _flow_run(log)
-    assert run.state is not None
     assert run.state.type == StateType.COMPLETED
     assert result.run_name == f"train-{str(run.id)[:8]}"
-    for name, block in (("cluster", cluster), ("failures", failures)):
+    for name, block in blocks.items():
         assert run.parameters[name] == {"$ref": {"block_document_id": str(block._block_document_id)}}
     assert run.parameters["train_loop_config"]["optimizer"] == {"lr": 0.002, "name": "sgd"}
     assert TOKEN not in run.model_dump_json() + out + log
@@ -137,7 +132,7 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
 def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(project: Path, api_url: str) -> None:
     RayCluster(address=f"127.0.0.1:{free_port()}", connect_timeout_seconds=1).save("nowhere", overwrite=True)
     where = ("--cluster", "nowhere", "--storage", "./runs", "--framework", "none")
-    code, out, log = _ended(_command(project, api_url, "my_project/loops.py:train_loop", *where), 120)
+    code, out, log = _ended(_command(project, api_url, LOOP, *where), 120)
     assert (code, out) == (1, "")
     last = log.splitlines()[-1]
     assert last.startswith("error: Failed: training 'train-"), last
@@ -154,7 +149,7 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_starts(project: Pa
         ("--cluster=none-such", "ray-cluster-training/none-such"),
         ("--storage=none-such", "'none-such'"),
     ):
-        refused = CliRunner().invoke(app, ["run", f"{project}/my_project/loops.py:train_loop", given])
+        refused = CliRunner().invoke(app, ["run", f"{project}/{LOOP}", given])
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert says in refused.stderr.splitlines()[-1]
 
@@ -162,8 +157,7 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_starts(project: Pa
 @pytest.mark.full
 def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: Path, api_url: str) -> None:
     RayCluster(num_cpus=1).save("one-cpu", overwrite=True)
-    common = ("my_project/loops.py:train_loop", "--config", "config.yaml", "--framework", "none")
-    common = (*common, "--storage", "./runs", "--cluster", "one-cpu")
+    common = (LOOP, "--config", "config.yaml", "--framework", "none", "--storage", "./runs", "--cluster", "one-cpu")
     first = _command(project, api_url, *common, "--set", "sleep=0.3")
     ledger = project / "ledger.jsonl"
     try:
@@ -173,7 +167,6 @@ def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: 
         code, out, log = _ended(first, 45)
     assert (code, out) == (130, ""), log
     run = run_folder(project / "runs")
-    assert run is not None
     assert f"--run-name {run.name} --resume" in log.splitlines()[-1]
     steps = len(steps_of(ledger))
     again = _command(project, api_url, *common, "--run-name", run.name, "--resume", "--set", "steps=8")

@@ -1,7 +1,5 @@
 """For which flow run the trainings of subflows are, and what they are called, over a retry of the calling flow run."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import datetime, timezone
 from typing import Any
@@ -64,10 +62,7 @@ def _parent(tries: list[int]) -> str:
     _in_task("second in a task")
     if len(tries) == 1:
         raise ValueError("once more")
-    context = FlowRunContext.get()
-    assert context is not None
-    assert context.flow_run is not None
-    return str(context.flow_run.id)
+    return str(FlowRunContext.get().flow_run.id)
 
 
 def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_each_other() -> None:
@@ -83,11 +78,9 @@ def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_
     assert names["first"] == f"child-{short}.1"
     assert names["second, again"] == f"child-{short}.2-2"
     assert names["second in a task"] == f"child-{short}.t2"
-    assert related["parent"] == (), "Prefect finds what a flow run relates to itself"
-    root = ("flow-run", f"prefect.flow-run.{flow_run_id}")
-    for where in ("first", "deep", "first in a task"):
-        told = {(one["prefect.resource.role"], one["prefect.resource.id"]) for one in related[where]}
-        assert told == {root, ("tag", "prefect.tag.nightly")}
+    for where in ("parent", "first", "deep", "first in a task"):
+        told = {one["prefect.resource.id"] for one in related[where]}
+        assert told == {f"prefect.flow-run.{flow_run_id}", "prefect.tag.nightly"}
 
 
 @flow(name="child")

@@ -1,7 +1,5 @@
 """A training as a user of the Prefect UI has it, in a headless Chromium: forms, a report, a button that ends it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -157,8 +155,12 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     ui: PrefectUI, client: SyncPrefectClient, served: Program, tmp_path: Path, ledger: str
 ) -> None:
     # While the browser is open, Prefect takes the tests for asynchronous code, and is told `_sync=True`.
-    for block in (ElasticScaling(max_workers=2), LocalStorage(path=str(tmp_path / "runs")), RayCluster(num_cpus=1)):
-        block.save(RUN, overwrite=True, _sync=True)
+    blocks = {
+        "scaling": ElasticScaling(max_workers=2),
+        "storage": LocalStorage(path=str(tmp_path / "runs")),
+        "cluster": RayCluster(num_cpus=1),
+    }
+    documents = {name: block.save(RUN, overwrite=True, _sync=True) for name, block in blocks.items()}
     deployment = deployment_id(client, "train/train")
     ui.open("Deployments")  # where the links of this version of the UI begin
     ui.page.wait_for_url("**/deployments*")
@@ -170,18 +172,16 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     config |= {"fail_once": FAILING_STEP, "metrics": {"total_steps": 6000}}
     ui.fill("train_loop", "tests.support.loops:hashing_loop")
     ui.fill_json("train_loop_config (Optional)", config)
-    for label, option in (("storage", RUN), ("framework (Optional)", "none")):
-        ui.choose(label, option)
-    for label in ("scaling (Optional)", "cluster (Optional)"):
+    ui.choose("framework (Optional)", "none")
+    for label in ("storage", "scaling (Optional)", "cluster (Optional)"):
         ui.choose(label, RUN)
     ui.fill("run_name (Optional)", RUN)
     ui.submit("Submit", ui.main.get_by_role("tab", name="Runs"))
     ui.open_run()
     expect(ui.main.get_by_text("Running", exact=True).first).to_be_visible(timeout=60_000)
     [run] = runs_of(client, deployment)
-    for name, kind in (("scaling", ElasticScaling), ("storage", LocalStorage), ("cluster", RayCluster)):
-        chosen = kind.load(RUN, _sync=True)._block_document_id  # type: ignore[attr-defined]
-        assert run.parameters[name] == {"$ref": {"block_document_id": str(chosen)}}
+    for name, document in documents.items():
+        assert run.parameters[name] == {"$ref": {"block_document_id": str(document)}}
 
     wait_for(lambda: len(steps_of(ledger)) >= 2 * FAILING_STEP, 120, "steps after the failure")
     before, after = generations(ledger)
@@ -195,15 +195,12 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():
         assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") > 0
-    page = report.bounding_box()
+    right = lambda box: box["x"] + box["width"]  # noqa: E731
     for part in (*report.get_by_role("table").all(), *pictures.all()):
-        box = part.bounding_box()
-        assert page is not None
-        assert box is not None
-        assert box["x"] + box["width"] <= page["x"] + page["width"] <= 1280
+        assert right(part.bounding_box()) <= right(report.bounding_box()) <= 1280
 
     runners = [child.pid for child in psutil.Process(served.process.pid).children(recursive=True)]
-    [mark] = {mark for _, _, mark in drivers_of(*runners)}
+    [mark] = {mark for _, mark in drivers_of(*runners)}
     assert marked_processes(mark)
     ui.open_run()
     ui.main.get_by_role("button", name="Open menu").click()
@@ -212,8 +209,6 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     question.get_by_role("button", name="Cancel Flow Run").click()
     expect(question).to_be_hidden()
     expect(ui.main.get_by_text("Cancelled", exact=True).first).to_be_visible(timeout=60_000)
-    state = client.read_flow_run(run.id).state
-    assert state is not None
-    assert state.type == StateType.CANCELLED
+    assert client.read_flow_run(run.id).state.type == StateType.CANCELLED
     wait_for(lambda: not marked_processes(mark), 30, "the end of its processes")
     ui.reload_until(ui.open_report().filter(has_text="cancelled"))

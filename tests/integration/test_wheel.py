@@ -5,8 +5,6 @@ typed into the first terminal and runs to its end; with ``terminal=<name> until=
 goes on in a terminal of its own, and what follows on the page waits until that text is said or that URL answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -22,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.support import distribution
 from tests.support.doc_blocks import PYTHON, blocks_of
-from tests.support.processes import ROOT, alive, call, carrying, free_port, kill_all, spawn, wait_for
+from tests.support.processes import ROOT, call, carrying, end_tree, free_port, kill_all, spawn, wait_for
 
 pytestmark = pytest.mark.full
 
@@ -95,7 +92,6 @@ class Terminal:
         script = self._folder / f"{self._log_file.stem}.{self._commands}.sh"
         script.write_text(code)
         before, ended = len(self.log), f"-- {script.name} is done --"
-        assert self._process.stdin is not None
         self._process.stdin.write(f"set -e; . {shlex.quote(str(script))} </dev/null; echo '{ended}'\n".encode())
         self._process.stdin.flush()
 
@@ -112,15 +108,9 @@ class Terminal:
 
     def close(self) -> None:
         """Press Ctrl-C and close it; kill what does not end by that."""
-        tree: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error, OSError):
-            shell = psutil.Process(self._process.pid)
-            tree = [*shell.children(recursive=True), shell]
-            self._process.stdin.close()  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGINT)
-        _, left = psutil.wait_procs(tree, timeout=30)
-        kill_all(lambda: alive(left))
-        self._process.wait(10)
+        end_tree(self._process)
 
 
 def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_the_wheel_alone(
@@ -141,7 +131,6 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
         for block in (block for block in blocks_of(PAGE) if block.is_run):
             if block.language in PYTHON:
                 named = re.match(r"# ([a-z_]+\.py)\n", block.code)
-                assert named, f"{block}: its first line must be a comment with a file's name"
                 (folder / named[1]).write_text(elsewhere(block.code))
                 continue
             _, *options = shlex.split(lines[block.line - 1])
@@ -164,7 +153,6 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
         made = _ask(port, "automations/filter")
         assert sum(one["name"].startswith("elastic-train: ") for one in made) == 3
         triggered = re.search(r"^(\S+) is scheduled$", said["python trigger.py\n"], re.MULTILINE)
-        assert triggered
         _wait_until_completed(port, lambda run: run["name"] == triggered[1])
         _wait_until_completed(port, lambda run: run["auto_scheduled"])
     finally:
@@ -185,9 +173,7 @@ print("found:", [name for name in ("tests", "flows", "benchmarks", "torch", "jax
 
 def _ask(port: int, path: str, **body: Any) -> list[dict[str, Any]]:
     answer = httpx.post(f"http://127.0.0.1:{port}/api/{path}", json=body, timeout=30)
-    answer.raise_for_status()
-    found: list[dict[str, Any]] = answer.json()
-    return found
+    return answer.raise_for_status().json()
 
 
 def _wait_until_completed(port: int, is_it: Callable[[dict[str, Any]], bool]) -> None:

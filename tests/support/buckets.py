@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from tests.support.s3 import FaultProxy, MotoServer
@@ -38,13 +36,8 @@ class Bucket:
         """Return the keys of all objects below the prefix, in order."""
         return self.moto.keys(BUCKET, f"{self.prefix}/{below}")
 
-    def fetch(self, uri: str, name: str) -> Path:
-        """Copy an object of a checkpoint to a file."""
-        target = Path(tempfile.mkdtemp(), name)
-        target.write_bytes(self.read(f"{uri.removeprefix(f's3://{BUCKET}/')}/{name}"))
-        return target
-
     def read(self, key: str) -> bytes:
-        """Return an object."""
+        """Return an object by its key or URI."""
+        key = key.removeprefix(f"s3://{BUCKET}/")
         data: bytes = self.moto.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data

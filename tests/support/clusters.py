@@ -198,7 +198,6 @@ class ElasticCluster(_Cluster):
         )
         holder = self._start(sys.executable, "-c", code, json.dumps([self.address, resources, labels]))
         self._holders.append(holder)
-        assert holder.stdout is not None
         assert any(line == b"ready\n" for line in holder.stdout), (self.folder / "cluster.log").read_text()[-4000:]
         return holder
 

@@ -144,9 +144,7 @@ class DeployedRun:
 
     @property
     def state(self) -> State:
-        state = self.client.read_flow_run(self.id).state
-        assert state is not None
-        return state
+        return self.client.read_flow_run(self.id).state
 
     @property
     def folder(self) -> Path | None:
@@ -168,7 +166,7 @@ class DeployedRun:
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the run's trainings, as far as they have been seen by now."""
-        self._marks |= {mark for _, _, mark in drivers_of(*self.flow_processes)}
+        self._marks |= {mark for _, mark in drivers_of(*self.flow_processes)}
         return [process for mark in self._marks for process in marked_processes(mark)]
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from prefect_elastic_train import (
     CheckpointPolicy,
     ElasticScaling,
     FailureBudget,
-    LocalStorage,
     RayCluster,
     S3Storage,
     aelastic_train,
@@ -37,11 +36,7 @@ from tests.support.scripted_driver import MODULE
 
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
     """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block."""
-    storage: Any = arguments["storage"]
-    if isinstance(storage, dict):
-        storage = S3Storage(**storage)
-    elif not storage.startswith("training-storage-"):
-        storage = LocalStorage(path=storage)
+    storage = arguments["storage"]
     as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds", "worker_runtime_env")
     given = {name: arguments[name] for name in as_they_are if name in arguments}
     if backend := arguments.get("torch_backend"):
@@ -56,7 +51,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "scaling": ElasticScaling(**{"standby": "off", **arguments.get("scaling", {})}),
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
-        "storage": storage,
+        "storage": S3Storage(**storage) if isinstance(storage, dict) else storage,
         "cluster": RayCluster(**arguments.get("cluster", {})),
         **given,
     }
@@ -93,8 +88,6 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     within = arguments.get("within", "the flow")
     if within == "a submitted task":
         return train_in_task.submit(arguments).result()
-    if within == "mapped tasks":
-        return train_in_task.map([arguments]).result()[0]
     if within == "two trainings at once":
         futures = [elastic_train.submit(**training(arguments)) for _ in range(2)]
         ended = [future.result(raise_on_failure=False) for future in futures]

@@ -7,19 +7,15 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 
 def write_ledger(path: str, **line: Any) -> None:
     """Append one line to the ledger, whole."""
-    data = json.dumps({"at": time.time(), "pid": os.getpid(), **line}) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(handle, data.encode())
-    finally:
-        os.close(handle)
+    with open(path, "ab", buffering=0) as ledger:
+        ledger.write(json.dumps({"at": time.time(), "pid": os.getpid(), **line}).encode() + b"\n")
 
 
 def _run_known_here() -> dict[str, Any]:
@@ -34,14 +30,24 @@ def _saved_state(folder: str) -> Any:
     return json.loads(Path(folder, "state.json").read_text())
 
 
-def seeing_loop(config: dict[str, Any]) -> None:
-    """Write which GPUs this worker may use, at its begin and a second later."""
+def _resume(first: Any) -> Any:
+    """Return the state in the newest checkpoint, or the first one."""
     import ray.train
 
-    for at in ("begin", "end"):
-        write_ledger(config["ledger"], what=at, gpu=os.environ["CUDA_VISIBLE_DEVICES"])
-        time.sleep(1)
-    ray.train.report({"done": 1})
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return first
+    with checkpoint.as_directory() as folder:
+        return _saved_state(folder)
+
+
+def _checkpoint(state: Any) -> Any:
+    """Return a checkpoint with this state."""
+    import ray.train
+
+    folder = tempfile.mkdtemp()
+    Path(folder, "state.json").write_text(json.dumps(state))
+    return ray.train.Checkpoint.from_directory(folder)
 
 
 def next_hash(state: str, step: int) -> str:
@@ -53,10 +59,7 @@ def next_hash(state: str, step: int) -> str:
 
 def hash_after(steps: int) -> str:
     """The state of the hashing loop after so many steps."""
-    state = ""
-    for step in range(1, steps + 1):
-        state = next_hash(state, step)
-    return state
+    return reduce(next_hash, range(1, steps + 1), "")
 
 
 #: The training that most tests disturb.
@@ -79,9 +82,8 @@ def hashing_loop(config: dict[str, Any]) -> None:
     Config: ``steps``; ``checkpoint_every`` (default: 1); ``sleep`` (seconds a step); ``ledger`` (file); ``metrics``
     (reported beside the step); ``sleep_once`` (seconds that the sixth step takes when it is taken first); ``fail_once``
     (step that raises, once); ``ask`` (whether it saves when a restart is coming); ``until`` (file whose existence makes
-    the step the last); ``named`` (whether its checkpoints are named); ``upload_seconds`` (that a checkpoint takes to be
-    stored); ``staging`` (folder of checkpoints that are uploaded in the background, counted in the ledger);
-    ``ballast_bytes`` (size of a second file in each checkpoint).
+    the step the last); ``named`` (whether its checkpoints are named); ``staging`` (folder of checkpoints that are
+    uploaded in the background, counted in the ledger); ``ballast_bytes`` (size of a second file in each checkpoint).
     """
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
@@ -90,14 +92,10 @@ def hashing_loop(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    step, state, steps, staging = 0, "", config["steps"], config.get("staging")
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as folder:
-            step, state = _saved_state(folder)
+    steps, staging = config["steps"], config.get("staging")
+    step, state = _resume([0, ""])
     resumed_from = step
     options: dict[str, Any] = {}
-    if config.get("upload_seconds"):
-        options["checkpoint_upload_fn"] = _slow_upload(config["upload_seconds"])
     if staging:
         options["checkpoint_upload_mode"] = ray.train.CheckpointUploadMode.ASYNC
         options["delete_local_checkpoint_after_upload"] = True
@@ -136,17 +134,6 @@ def sleep_once(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:
-    """Store checkpoints as Ray does, to a storage that takes its time."""
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    def upload(checkpoint: Any, name: str) -> Any:
-        time.sleep(seconds)
-        return get_train_context().storage_context.persist_current_checkpoint(checkpoint, name)
-
-    return upload
-
-
 #: Of the JAX loop: the weights that it begins with and how far it goes in a step.
 ROWS, INPUTS, HIDDEN, LEARNING_RATE = 8, 16, 8, 0.05
 
@@ -178,8 +165,6 @@ def jax_loop(config: dict[str, Any]) -> None:
     import ray.train
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from prefect_elastic_train.loop import resize_requested
-
     jax.config.update("jax_enable_x64", True)
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     assert (jax.process_index(), jax.process_count()) == (rank, world), "the ranks are joined, and in order"
@@ -188,18 +173,19 @@ def jax_loop(config: dict[str, Any]) -> None:
     def on_all(array: Any, *axes: str) -> Any:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(*axes)), array)
 
-    def loss_of(weights: dict[str, Any], inputs: Any, targets: Any) -> Any:
-        return ((jnp.tanh(inputs @ weights["inner"]) @ weights["outer"] - targets) ** 2).mean()
-
     @jax.jit
     def take_step(weights: dict[str, Any], inputs: Any, targets: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets)
+        def loss_of(weights: dict[str, Any]) -> Any:
+            return ((jnp.tanh(inputs @ weights["inner"]) @ weights["outer"] - targets) ** 2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
         return jax.tree.map(lambda old, change: old - LEARNING_RATE * change, weights, gradients), loss
 
-    step, saved = 0, jax_weights()
+    saved = {"step": 0, **jax_weights()}
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
-            step, saved = _saved_state(folder), dict(np.load(os.path.join(folder, "weights.npz")))
+            saved = dict(np.load(Path(folder, "weights.npz")))
+    step = int(saved.pop("step"))
     weights = {name: on_all(array) for name, array in saved.items()}
     node = ray.get_runtime_context().get_node_id()
     where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here(), "node": node}
@@ -209,11 +195,10 @@ def jax_loop(config: dict[str, Any]) -> None:
         step += 1
         time.sleep(config["sleep"][str(world)])
         write_ledger(config["ledger"], **where, step=step, loss=float(loss))
-        if step % config["checkpoint_every"] == 0 or step == config["steps"] or resize_requested():
+        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
             with tempfile.TemporaryDirectory() as folder:
                 if rank == 0:
-                    np.savez(os.path.join(folder, "weights.npz"), **{n: np.asarray(a) for n, a in weights.items()})
-                    Path(folder, "state.json").write_text(json.dumps(step))
+                    np.savez(Path(folder, "weights.npz"), step=step, **jax.tree.map(np.asarray, weights))
                 ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
@@ -247,37 +232,6 @@ def locked_failing_loop(config: dict[str, Any]) -> None:
     raise LockedRowError("labels", 17)
 
 
-def numpy_loop(config: dict[str, Any]) -> Any:
-    """Report numpy values, with a checkpoint to be validated, and return an object that cannot be pickled."""
-    import numpy as np
-    import ray.train
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"loss": np.float32(0.5), "step": np.int64(1)}, checkpoint=checkpoint, validation=True)
-    return threading.Lock()
-
-
-def validate_with_numpy(checkpoint: Any) -> dict[str, Any]:
-    """Return numpy values as metrics."""
-    import numpy as np
-
-    return {"accuracy": np.float64(0.75), "right": np.int64(3)}
-
-
-def scored_loop(config: dict[str, Any]) -> None:
-    """Report a checkpoint with its step for each of ``scores``, as ``loss`` unless the score is None."""
-    import ray.train
-
-    checkpoint = ray.train.get_checkpoint()
-    begun = _saved_state(checkpoint.path) if checkpoint else 0
-    for step, score in enumerate(config["scores"], begun + 1):
-        folder = tempfile.mkdtemp()
-        Path(folder, "state.json").write_text(json.dumps(step))
-        metrics = {"step": step, "begun": begun, **({} if score is None else {"loss": score})}
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
-
-
 def dataset_loop(config: dict[str, Any]) -> None:
     """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
     import ray.train
@@ -293,9 +247,7 @@ def validated_loop(config: dict[str, Any]) -> None:
     from ray.train.v2.api.report_config import CheckpointConsistencyMode
 
     for step in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "step").write_text(str(step))
-            ray.train.report({"step": step}, ray.train.Checkpoint.from_directory(folder), validation=True)
+        ray.train.report({"step": step}, _checkpoint(step), validation=True)
     mode = CheckpointConsistencyMode.VALIDATED
     reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
     write_ledger(config["ledger"], validated=sum(one.status.name == "VALIDATED" for one in reported))
@@ -348,12 +300,8 @@ def habitual_loop(config: dict[str, Any]) -> None:
     while step < config["steps"]:
         step += 1
         time.sleep(0.05)
-        saved = None
-        if step % 4 == 0 and habit != "saves no checkpoint":
-            folder = tempfile.mkdtemp()
-            Path(folder, "state.json").write_text(json.dumps(step))
-            saved = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step}, checkpoint=saved)
+        is_saved = step % 4 == 0 and habit != "saves no checkpoint"
+        ray.train.report({"step": step}, _checkpoint(step) if is_saved else None)
         if step == 8 and rank == 0 and not os.path.exists(config["died"]):
             time.sleep(1)  # until the checkpoint is committed
             open(config["died"], "w").close()
@@ -382,12 +330,9 @@ def gloo_loop(config: dict[str, Any]) -> None:
     import ray.train
     import torch
 
-    context, step = ray.train.get_context(), 0
+    context, step = ray.train.get_context(), _resume(0)
     rank, world = context.get_world_rank(), context.get_world_size()
     node = ray.get_runtime_context().get_node_id()
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            step = _saved_state(folder)
     while step < config["steps"]:
         time.sleep(config["sleep"])
         torch.distributed.all_reduce(torch.ones(1000))
@@ -397,7 +342,4 @@ def gloo_loop(config: dict[str, Any]) -> None:
             torch.distributed.destroy_process_group()  # the peers fail before this rank has raised
             time.sleep(1)
             raise ValueError(f"step {step} has no gradient")
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "state.json").write_text(json.dumps(step))
-            checkpoint = ray.train.Checkpoint.from_directory(folder) if step % 10 == 0 else None
-            ray.train.report({"step": step}, checkpoint=checkpoint)
+        ray.train.report({"step": step}, _checkpoint(step) if step % 10 == 0 else None)

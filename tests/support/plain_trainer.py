@@ -15,12 +15,9 @@ from typing import Any
 def train(training: dict[str, Any]) -> dict[str, Any]:
     """Train, and return the last metrics or what it failed of."""
     import ray.train
+    from ray.train.torch import TorchTrainer
 
-    if training["framework"] == "jax":
-        from ray.train.v2.jax import JaxTrainer as Trainer
-    else:
-        from ray.train.torch import TorchTrainer as Trainer
-    trainer = Trainer(
+    trainer = TorchTrainer(
         getattr(import_module("tests.support.session_loops"), training["loop"]),
         train_loop_config=training["config"],
         scaling_config=ray.train.ScalingConfig(num_workers=training.get("workers", 1)),
@@ -34,7 +31,6 @@ def train(training: dict[str, Any]) -> dict[str, Any]:
         found = trainer.fit()
     except ray.train.TrainingFailedError as error:
         return {"error": str(error)}
-    assert found.checkpoint is not None
     return {"metrics": found.metrics, "checkpoint": found.checkpoint.path}
 
 

@@ -129,32 +129,32 @@ def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every
 
     Each process goes on right after the checkpoint that it resumed from, which was a step of the one before.
     """
+    processes: dict[int, list[dict[str, Any]]] = {}
+    for line in read_ledger(path):
+        processes.setdefault(line["pid"], []).append(line)
     reached = 0
-    for number, (resumed_from, last) in enumerate(generations(path)):
-        assert resumed_from <= reached, f"process {number} skipped steps {reached + 1} to {resumed_from}"
-        assert resumed_from % checkpoint_every == 0, "it resumed at a checkpoint"
-        reached = last
+    for lines in processes.values():
+        first = lines[0]["resumed_from"]
+        last = first + len(lines)
+        assert [line["step"] for line in lines] == list(range(first + 1, last + 1))
+        assert first % checkpoint_every == 0, "it resumed at a checkpoint"
+        if lines[0]["rank"] == 0:
+            assert first <= reached, f"steps {reached + 1} to {first} were skipped"
+            reached = last
     assert reached == steps
-    for _, lines in itertools.groupby(sorted(read_ledger(path), key=lambda one: one["pid"]), lambda one: one["pid"]):
-        own = list(lines)
-        first = own[0]["resumed_from"] + 1
-        assert [line["step"] for line in own] == list(range(first, first + len(own)))
 
 
 def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_id: str, deployment: str = "") -> None:
-    """Check what the ranks of a ledger knew of their run: the same id in all attempts, and which attempt it was."""
+    """Check what the ranks of a ledger knew of their run: the same in all attempts, and which attempt it was."""
     assert run is not None
-    record = json.loads((run / ".elastic_train" / "run.json").read_text())
-    told = [(line["rank"], line["run"]) for line in read_ledger(path)]
-    numbers = {attempt["attempt"] for attempt in attempts(run)}
-    ranks = {rank for rank, _ in told}
-    assert {(rank, known["attempt"]) for rank, known in told} == {(rank, n) for rank in ranks for n in numbers}
-    passing = dict.fromkeys(("attempt", "failures", "trained_seconds"))
-    same = {json.dumps({**known, **passing}, sort_keys=True) for _, known in told}
-    assert len(same) == 1, "all but the number of the attempt stays"
-    known = told[0][1]
-    assert (known["run_id"], known["run_uri"], known["flow_run_id"]) == (record["id"], str(run), flow_run_id)
-    assert known["deployment_name"] == deployment.partition("/")[2]
+    known = [{**line["run"], "rank": line["rank"]} for line in read_ledger(path)]
+    numbers = [attempt["attempt"] for attempt in attempts(run)]
+    ranks = {one["rank"] for one in known}
+    assert {(one["rank"], one["attempt"]) for one in known} == {*itertools.product(ranks, numbers)}
+    run_id = json.loads((run / ".elastic_train" / "run.json").read_text())["id"]
+    expected = {"run_id": run_id, "run_uri": str(run), "flow_run_id": flow_run_id}
+    expected["deployment_name"] = deployment.partition("/")[2]
+    assert all(expected.items() <= one.items() for one in known)
 
 
 def _those(processes: Iterable[psutil.Process], are: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
@@ -221,19 +221,19 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def drivers_of(*flow_processes: int) -> Iterator[tuple[psutil.Process, list[str], str]]:
-    """The drivers, or scripts in their place, that flow processes have now: with command line and mark.
+def drivers_of(*flow_processes: int) -> Iterator[tuple[psutil.Process, str]]:
+    """The drivers, or scripts in their place, that flow processes have now, with their marks.
 
     Of two in one flow process the younger is pre-started, and is left out.
     """
     seen = set[int]()
     for process in sorted(psutil.process_iter(["cmdline", "create_time"]), key=lambda one: one.info["create_time"]):
-        command = process.info["cmdline"] or []
-        if {"prefect_elastic_train.driver", "tests.support.scripted_driver"} & set(command):
+        if {"prefect_elastic_train.driver", "tests.support.scripted_driver"} & {*(process.info["cmdline"] or ())}:
             with contextlib.suppress(psutil.Error):
-                if process.ppid() in flow_processes and process.ppid() not in seen:
-                    seen.add(process.ppid())
-                    yield process, command, process.environ()[MARK_VARIABLE]
+                parent = process.ppid()
+                if parent in flow_processes and parent not in seen:
+                    seen.add(parent)
+                    yield process, process.environ()[MARK_VARIABLE]
 
 
 class FlowProcess:
@@ -246,13 +246,14 @@ class FlowProcess:
         folder.mkdir(parents=True, exist_ok=True)
         storage = arguments.setdefault("storage", str(folder / "runs"))
         self.storage = Path(storage if isinstance(storage, str) else folder / "no directory")
-        self.result_file, self.log_file = folder / "result.json", folder / "flow.log"
-        self.flow_run_file = folder / "flow-run.jsonl"
-        more = {name: str(value) for name, value in arguments.pop("environment", {}).items()}
-        files = {"result_file": str(self.result_file), "flow_run_file": str(self.flow_run_file)}
-        (folder / "arguments.json").write_text(json.dumps({**arguments, **files}))
-        script = (sys.executable, "-m", "tests.support.flow_script", folder / "arguments.json")
-        environment = {**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT), **more}
+        self.result_file = arguments["result_file"] = folder / "result.json"
+        self.flow_run_file = arguments["flow_run_file"] = folder / "flow-run.jsonl"
+        self.log_file = folder / "flow.log"
+        environment = {**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT)}
+        environment |= {name: str(value) for name, value in arguments.pop("environment", {}).items()}
+        file = folder / "arguments.json"
+        file.write_text(json.dumps(arguments, default=str))
+        script = (sys.executable, "-m", "tests.support.flow_script", file)
         self.process = spawn(*script, log=self.log_file, env=environment)
         self.pid = self.process.pid
         FlowProcess.open.append(self)
@@ -283,7 +284,7 @@ class FlowProcess:
 
     def driver(self) -> psutil.Process | None:
         """The driver process, if one runs."""
-        for process, _, self._mark in drivers_of(self.pid):
+        for process, self._mark in drivers_of(self.pid):
             self.private_folder = Path(self._mark)
             return process
         return None
@@ -313,15 +314,13 @@ class FlowProcess:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the flow did not end within {timeout:g} s:\n{self.log[-6000:]}") from None
         assert self.result_file.exists(), f"the flow process went without a result:\n{self.log[-6000:]}"
-        outcome: dict[str, Any] = json.loads(self.result_file.read_text())
-        return outcome
+        return dict(json.loads(self.result_file.read_text()))
 
     def completed(self, timeout: float) -> dict[str, Any]:
         """Wait for the end of a flow that succeeds, and return its training's result."""
         outcome = self.wait(timeout)
         assert outcome["state"] == "COMPLETED", f"{outcome}\n{self.log[-4000:]}"
-        result: dict[str, Any] = outcome["result"]
-        return result
+        return dict(outcome["result"])
 
     def close(self) -> None:
         """End the flow process and everything of its training."""

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import enum
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import distribution
-from typing import Any, get_args
+from typing import Any
 
-import typer
 from prefect.blocks.core import Block
 from pydantic import BaseModel
 
 import prefect_elastic_train
 from prefect_elastic_train import loop
-from prefect_elastic_train.cli import app
-from prefect_elastic_train.core.events import LoopWarned
-from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
-from prefect_elastic_train.orchestration import prefect_events
 from prefect_elastic_train.orchestration.arguments import TrainOptions
-from prefect_elastic_train.orchestration.supervision import End
 from tests.support.processes import ROOT
+from tests.support.reference import commands
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"
 #: What is no name of the package and yet in a user's hands, as part of a TrainingResult.
@@ -42,24 +36,17 @@ def render() -> str:
         "Train loops: prefect_elastic_train.loop": (
             line for name in loop.__all__ for line in _of(name, getattr(loop, name))
         ),
-        "Commands": _commands(),
-        "Events": _events(),
-        "Settings": _settings(),
         "Entry points": _entry_points(),
     }
     head = "# The public API. Renew with `make api` after a change that is meant; see docs/api.md."
     return "\n".join([head, *(f"\n## {title}\n" + "\n".join(lines) for title, lines in sections.items())]) + "\n"
 
 
-def listed() -> dict[str, list[str]]:
-    """The names of what each page of the documentation lists."""
-    commands = [line for line in _commands() if not line.startswith(" ")]
+def listed() -> list[str]:
+    """The names that ``docs/api.md`` lists."""
     points = [line.partition(":")[0] for line in _entry_points()]
-    return {
-        "api.md": [*prefect_elastic_train.__all__, *_PARTS_OF_RESULTS, *loop.__all__, *commands, *points],
-        "reference/events.md": [name.removeprefix(prefect_events.PREFIX) for name in _events()],
-        "reference/settings.md": [line.partition(":")[0] for line in _settings()],
-    }
+    names = [*prefect_elastic_train.__all__, *_PARTS_OF_RESULTS, *loop.__all__]
+    return [*names, *(name for name, _ in commands()), *points]
 
 
 def _of(name: str, what: Any) -> Iterator[str]:
@@ -109,36 +96,6 @@ def _fields(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     for name, field in schema.get("$defs", {}).get(model.__name__, schema)["properties"].items():
         told = {key: value for key, value in sorted(field.items()) if key not in ("title", "description", "position")}
         yield f"{prefix}{name}: {told}"
-
-
-def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]:
-    command = command or typer.main.get_command(app)
-    if hasattr(command, "list_commands"):
-        for part in sorted(command.list_commands(None)):
-            yield from _commands(command.get_command(None, part), f"{name} {part}")
-        return
-    yield name
-    for parameter in command.params:
-        # Of an option its spellings, of an argument its place in the usage.
-        spelt = " ".join([*parameter.opts, *parameter.secondary_opts])
-        if not spelt.startswith("-"):
-            spelt = parameter.metavar or parameter.name.upper()
-        need = " (required)" if parameter.required else f" = {parameter.default!r}"
-        yield f"    {spelt}{need}{' (repeatable)' if parameter.multiple or parameter.nargs == -1 else ''}"
-
-
-def _events() -> list[str]:
-    """The names of the events, read from where they are told."""
-    named = set(get_args(LoopWarned.model_fields["problem"].annotation))
-    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(prefect_events._Payloads)))
-    ends = {end.value.replace(" ", "-") for end in End} - {"left-to-its-job"}  # which is no end
-    return sorted(f"{prefect_events.PREFIX}{name}" for name in named | ends)
-
-
-def _settings() -> list[str]:
-    prefix = str(ElasticTrainSettings.model_config["env_prefix"])
-    defaults = ElasticTrainSettings.model_construct().model_dump()
-    return [f"{prefix}{name}".upper() + f": {value!r}" for name, value in defaults.items()]
 
 
 def _entry_points() -> list[str]:

@@ -1,4 +1,4 @@
-"""Loops that show what Ray Train does: `python -m tests.support.ray_trainings FOLDER NAME...` runs some with it alone.
+"""Loops that show what Ray Train does: `python -m tests.support.ray_trainings FOLDER` runs them with it alone.
 
 A loop writes down what it sees, as *facts*: `{name: [value of rank 0, value of rank 1]}`, the last one of each rank.
 """
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint
 
 WORKERS = 2
-#: Of the run directory, what is no checkpoint.
-_NO_CHECKPOINTS = (".elastic_train", ".validate_storage_marker", "checkpoint_manager_snapshot.json")
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class Training:
     """What both are asked for."""
 
     loop: Callable[[dict[str, Any]], Any]
-    max_failures: int = 0
-    max_preemption_failures: int = -1
+    failures: dict[str, int] = field(default_factory=dict)
     keep: int | None = None
     score: str | None = None
 
@@ -67,10 +64,10 @@ def own_name(path: str) -> str:
 
 def files_of(run: Path) -> dict[str, list[str]]:
     """Return the files of each checkpoint in a run directory."""
-    folders = [folder for folder in run.iterdir() if folder.name not in _NO_CHECKPOINTS] if run.exists() else []
     return {
         own_name(folder.name): sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        for folder in folders
+        for folder in run.glob("[!.]*")
+        if folder.is_dir()
     }
 
 
@@ -82,12 +79,11 @@ def _failure(call: Callable[[], object]) -> str:
     return ""
 
 
-def _folder(**files: str) -> Path:
+def _folder(*files: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    for name, text in files.items():
-        file = folder / name.replace("__", "/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
     return folder
 
 
@@ -120,25 +116,12 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
 
     note, context = _Notes(config), train.get_context()
     rank, storage = note.rank, train.get_context().get_storage()
-    note("config", config["value"])
     sizes = [context.get_world_size(), context.get_local_world_size()]
     note("ranks", [*sizes, context.get_world_rank(), context.get_local_rank(), context.get_node_rank()])
     note("name", context.get_experiment_name())
     note("path of the run", Path(storage.experiment_fs_path).name)
     note("working directory", Path.cwd().name)
-    note("no metadata", _failure(context.get_metadata))
-    note("no trial", _failure(context.get_trial_id))
     note("resumes from", train.get_checkpoint())
-    note("preemption", train.get_preemption_info())
-    note("reported before", len(train.get_all_reported_checkpoints()))
-    note("broadcast", ray.train.collective.broadcast_from_rank_zero({"from": rank}))
-    note("large broadcast", len(ray.train.collective.broadcast_from_rank_zero("x" * 100_000)))
-    passed = Path(config["facts"] + "-passed")
-    if rank == 1:
-        time.sleep(0.5)
-        passed.touch()
-    ray.train.collective.barrier()
-    note("barrier", passed.exists())
 
     def report(name: str | None, folder: Path | None, **options: Any) -> bool:
         metrics = {"report": name, "rank": rank, **options.pop("metrics", {})}
@@ -154,7 +137,7 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
         return {one.metrics["report"]: [one.status.value, one.metrics] for one in found}
 
     def mine() -> Path:
-        return _folder(**{f"rank-{rank}": "", "shared": str(rank)})
+        return _folder(f"rank-{rank}", "shared")
 
     report("metrics", None)
     note("checkpoint after metrics", newest())
@@ -168,8 +151,8 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     report(None, mine())
     note("default name", newest().rpartition("_")[0][:13])
     for step in range(2):
-        report("twice", _folder(**{f"file-{step}": ""}))
-    report("nested", _folder(**{f"part__of__rank-{rank}": ""}))
+        report("twice", _folder(f"file-{step}"))
+    report("nested", _folder(f"part/of/rank-{rank}"))
 
     background = mine()
     report("background", background, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
@@ -211,15 +194,13 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     task = ValidationTaskConfig(fn_kwargs={"weight": 10})
     report("validated-with", mine(), validation=task)
     report("not-valid", mine(), validation=ValidationTaskConfig(fn_kwargs={"fail": True}))
-    note("committed", len(train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)))
+    train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
     found = reported()
     note("status", {name: status for name, (status, _) in found.items()})
     note("metrics of by-1", found["by-1"][1])
     note("validations", [found[name][1].get("validated") for name in ("validated", "validated-with", "not-valid")])
     report("nested-metrics", mine(), metrics={"deep": {"list": [1, 2.5], "none": None, "text": "é"}})
     note("nested metrics", reported()["nested-metrics"][1].get("deep"))
-    report("last", None, metrics={"last": 1})
-    note("in all", len(train.get_all_reported_checkpoints()))
     return {"returned": rank}
 
 
@@ -229,10 +210,10 @@ def kept_loop(config: dict[str, Any]) -> None:
     from ray import train
 
     note, checkpoint = _Notes(config), train.get_checkpoint()
-    first = int(Path(checkpoint.path, "step").read_text()) + 1 if checkpoint else 0
+    first = int(own_name(checkpoint.path).removeprefix("step-")) + 1 if checkpoint else 0
     note(f"starts at {first}", [one.metrics["score"] for one in train.get_all_reported_checkpoints()])
     for step, score in list(enumerate((1, 5, 3, 4)))[first:]:
-        folder = _folder(step=str(step)) if note.rank == 0 else None
+        folder = _folder("step") if note.rank == 0 else None
         name = f"step-{step}"
         train.report({"score": score, "step": step}, folder and train.Checkpoint(folder), checkpoint_dir_name=name)
         note(f"kept at {step}", [one.metrics["score"] for one in train.get_all_reported_checkpoints()])
@@ -285,7 +266,7 @@ def numpy_loop(config: dict[str, Any]) -> None:
     from ray import train
 
     _Notes(config)
-    train.report({"loss": np.float32(0.5)}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="numpy")
+    train.report({"loss": np.float32(0.5)}, train.Checkpoint(_folder("file")), checkpoint_dir_name="numpy")
 
 
 def reclaimed_loop(config: dict[str, Any]) -> None:
@@ -296,22 +277,22 @@ def reclaimed_loop(config: dict[str, Any]) -> None:
     note, checkpoint = _Notes(config), train.get_checkpoint()
     note("resumes from", checkpoint and own_name(checkpoint.path))
     if checkpoint is None:
-        train.report({"step": 0}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-0")
+        train.report({"step": 0}, train.Checkpoint(_folder("file")), checkpoint_dir_name="step-0")
         preemption = train.PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"node": [0, 1]})
         get_train_context().preemption_context.preemption_info = preemption
         note("info", train.get_preemption_info().preempted_ranks)
         time.sleep(60)
-    train.report({"step": 1}, train.Checkpoint(_folder(file="")), checkpoint_dir_name="step-1")
+    train.report({"step": 1}, train.Checkpoint(_folder("file")), checkpoint_dir_name="step-1")
 
 
 TRAININGS = {
     "reports": Training(reporting_loop),
-    "kept": Training(kept_loop, max_failures=1, keep=2, score="score"),
-    "raises": Training(raising_loop, max_failures=1),
+    "kept": Training(kept_loop, {"max_failures": 1}, keep=2, score="score"),
+    "raises": Training(raising_loop, {"max_failures": 1}),
     "unpicklable": Training(unpicklable_loop),
     "failing upload": Training(failing_upload_loop),
     "numpy": Training(numpy_loop),
-    "reclaimed": Training(reclaimed_loop, max_preemption_failures=1),
+    "reclaimed": Training(reclaimed_loop, {"max_preemption_failures": 1}),
 }
 
 
@@ -323,45 +304,39 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
     facts = folder / f"{name}.jsonl"
     trainer = DataParallelTrainer(
         training.loop,
-        train_loop_config={"facts": str(facts), "value": 7},
+        train_loop_config={"facts": str(facts)},
         scaling_config=train.ScalingConfig(num_workers=WORKERS),
         run_config=train.RunConfig(
             name=name,
             storage_path=str(folder),
-            failure_config=train.FailureConfig(
-                max_failures=training.max_failures, max_preemption_failures=training.max_preemption_failures
-            ),
+            failure_config=train.FailureConfig(**training.failures),
             checkpoint_config=train.CheckpointConfig(
                 num_to_keep=training.keep, checkpoint_score_attribute=training.score
             ),
         ),
         validation_config=train.ValidationConfig(validate, ray_remote_kwargs={"num_cpus": 0}),
     )
-    end: dict[str, Any] = {}
     try:
         result = trainer.fit()
     except train.TrainingFailedError as error:
         end = {"error": type(error).__name__, "text": str(error)}
     else:
-        best = result.best_checkpoints or []
         end = {
             "metrics": {name: repr(value) for name, value in (result.metrics or {}).items()},
             "checkpoint": result.checkpoint and own_name(result.checkpoint.path),
-            "best": [own_name(checkpoint.path) for checkpoint, _ in best],
+            "best": [own_name(checkpoint.path) for checkpoint, _ in result.best_checkpoints or []],
             "returned": result.return_value,
-            "path": result.path,
-            "rows": 0 if result.metrics_dataframe is None else len(result.metrics_dataframe),
         }
     return {**read_facts(facts), **end}
 
 
 def main() -> None:
-    """Run the named trainings on the cluster at `RAY_ADDRESS`; write their facts to `FOLDER/facts.json`."""
+    """Run the trainings on the cluster at `RAY_ADDRESS`; write their facts to `FOLDER/facts.json`."""
     import ray
 
     folder = Path(sys.argv[1])
     ray.init(log_to_driver=False)
-    found = {name: _run(name, TRAININGS[name], folder) for name in sys.argv[2:]}
+    found = {name: _run(name, training, folder) for name, training in TRAININGS.items()}
     (folder / "facts.json").write_text(json.dumps(found))
 
 

@@ -25,11 +25,11 @@ from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events, outcomes
+from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings, variable_of
 from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, TimeAccount, WorldSize
 from prefect_elastic_train.orchestration import prefect_events
-from prefect_elastic_train.orchestration.supervision import End
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import ROOT
 
@@ -70,28 +70,21 @@ def _blocks() -> Iterator[str]:
     for block, guide in _GUIDES.items():
         yield f"## {block.__name__}\n"
         yield f"{_summary(block)} Block type `{block.get_block_type_slug()}`. More: {guide}.\n"
-        yield from _table(
-            ["field", "type", "default", "meaning"],
-            (
-                [f"`{name}`", _type_of(field.annotation, field.metadata), _default(field), field.description or ""]
-                for name, field in block.model_fields.items()
-            ),
-        )
+        yield from _fields(block, "field", str)
 
 
 def _settings() -> Iterator[str]:
     yield "# Settings\n"
     yield "Settings of the operator. [Operations](../operations.md#settings) explains where they can be set.\n"
+    yield from _fields(ElasticTrainSettings, "environment variable", variable_of)
+
+
+def _fields(model: type[BaseModel], heading: str, shown: Callable[[str], str]) -> Iterator[str]:
     yield from _table(
-        ["environment variable", "type", "default", "meaning"],
+        [heading, "type", "default", "meaning"],
         (
-            [
-                f"`{variable_of(name)}`",
-                _type_of(field.annotation, field.metadata),
-                _default(field),
-                field.description or "",
-            ]
-            for name, field in ElasticTrainSettings.model_fields.items()
+            [f"`{shown(name)}`", _type_of(field.annotation, field.metadata), _default(field), field.description or ""]
+            for name, field in model.model_fields.items()
         ),
     )
 
@@ -117,7 +110,7 @@ def _type_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if annotation is SecretStr:
         return "secret"
     name = {dict: "dict", list: "list"}.get(get_origin(annotation), getattr(annotation, "__name__", str(annotation)))
-    limits = [*_flat(metadata)]
+    limits = [limit for part in metadata for limit in (part, *getattr(part, "metadata", ()))]
     bounds = [
         f"{sign} {getattr(limit, key):g}"
         for key, sign in {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}.items()
@@ -125,12 +118,6 @@ def _type_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if getattr(limit, key, None) is not None
     ]
     return " ".join([name, ", ".join(bounds)]).strip()
-
-
-def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
-    for part in metadata:
-        yield part
-        yield from getattr(part, "metadata", ())
 
 
 # result and outcomes
@@ -201,22 +188,25 @@ def _events() -> Iterator[str]:
         "The events of a training in Prefect's event feed. Each name begins with `elastic-train.run.`. "
         "[Events](../events.md) explains how to use them in automations.\n"
     )
-    common = prefect_events.translate(_EXAMPLES[1], RunReport(run_name="run"), "")[0].payload.keys()
-    always = [key for key in ("run_name", "run_uri", "attempt", "storage_block") if key in common]
+    always = ("run_name", "run_uri", "attempt", "storage_block")
     yield f"Each payload has {', '.join(f'`{key}`' for key in always)}, and:\n"
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for meaning, sent in _sent_events():
+        fields = [f"`{name}` ({type(value).__name__})" for name, value in sent.payload.items() if name not in always]
+        rows[meaning, ", ".join(fields)].append(f"`{sent.name.removeprefix(prefect_events.PREFIX)}`")
+    named = ([", ".join(dict.fromkeys(names)), *meaning_and_payload] for meaning_and_payload, names in rows.items())
+    yield from _table(["event", "meaning", "payload"], named)
+
+
+def _sent_events() -> Iterator[tuple[str, prefect_events.RunEvent]]:
+    """Yield events that are sent to Prefect, at least one of each name, with their meanings."""
     report = RunReport(run_name="run", score_attribute="accuracy")
     for event in _EXAMPLES:
         report.add(event)
         for sent in prefect_events.translate(event, report, ""):
-            rows[_summary(type(event)), _payload(sent.payload, always)].append(_short_name(sent.name))
-    for end in sorted(end.value.replace(" ", "-") for end in End):
-        if end != "left-to-its-job":  # the training goes on
-            sent = prefect_events.end_event(report, end, 0.0, "", "")
-            meaning = "The training ended in this state."
-            rows[meaning, _payload(sent.payload, always)].append(_short_name(sent.name))
-    named = ([", ".join(dict.fromkeys(names)), *meaning_and_payload] for meaning_and_payload, names in rows.items())
-    yield from _table(["event", "meaning", "payload"], named)
+            yield _summary(type(event)), sent
+    for end in ("cancelled", "completed", "failed", "interrupted", "timed-out"):
+        yield "The training ended in this state.", prefect_events.end_event(report, end, 0.0, "", "")
 
 
 #: One of each event that is sent to Prefect.
@@ -226,25 +216,14 @@ _EXAMPLES: list[events.Event] = [
     events.WorkerGroupStarted(attempt=2, world_size=2),
     events.CheckpointCommitted(attempt=2, metrics={"accuracy": 0.9}, checkpoint="epoch-1", size_bytes=1),
     events.WorkerGroupResized(attempt=2, old_size=2, new_size=1),
-    events.WorkerFailed(attempt=2, errors={"0": "ValueError: 1"}, retried=True),
-    events.WorkersPreempted(attempt=2, errors={"0": "ValueError: 1"}, retried=True),
+    events.WorkerFailed(attempt=2, causes=[Cause([0], "ValueError: 1")], retried=True),
+    events.WorkersPreempted(attempt=2, causes=[Cause([0], "ValueError: 1")], retried=True),
     events.WaitingForCapacity(attempt=2, possible_workers=0, min_workers=1, resources_per_worker={"CPU": 1}),
     events.LoopWarned(attempt=2, problem="checkpoint-ignored", message=""),
     events.LoopWarned(attempt=2, problem="no-checkpoint", message=""),
     events.LoopWarned(attempt=2, problem="ranks-wait", message=""),
     events.StorageWaited(attempt=2, who="the controller", seconds=60.0),
 ]
-_JSON_TYPES = {bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict"}
-
-
-def _short_name(name: str) -> str:
-    return f"`{name.removeprefix(prefect_events.PREFIX)}`"
-
-
-def _payload(payload: dict[str, Any], always: Sequence[str]) -> str:
-    own = {name: value for name, value in payload.items() if name not in always}
-    return ", ".join(f"`{name}` ({_JSON_TYPES[type(value)]})" for name, value in own.items())
-
 
 # commands
 

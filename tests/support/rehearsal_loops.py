@@ -34,18 +34,13 @@ def train(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if flaw != "unseeded":
         torch.manual_seed(0)
-    noise = torch.Generator()
-    noise.manual_seed(1)
+    noise = torch.Generator().manual_seed(1)
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    random = torch.Generator()
-    random.manual_seed(7)
-    inputs = torch.randn(SAMPLES, INPUTS, generator=random)
+    inputs = torch.randn(SAMPLES, INPUTS, generator=torch.Generator().manual_seed(7))
     targets = torch.sin(inputs.sum(1, keepdim=True))
-    model = torch.nn.Sequential(torch.nn.Linear(INPUTS, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    whole = model
-    if world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model)
+    whole: Any = torch.nn.Sequential(torch.nn.Linear(INPUTS, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model = torch.nn.parallel.DistributedDataParallel(whole) if world > 1 else whole
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = 0
     if (checkpoint := ray.train.get_checkpoint()) is not None and flaw != "ignores":

@@ -13,16 +13,15 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
-from typing_extensions import Self
 from yarl import URL
 
 from tests.support.processes import free_port, wait_for
@@ -34,20 +33,7 @@ WRITES = ("PUT", "POST", "DELETE")
 _OF_A_CONNECTION = ("connection", "expect", "keep-alive", "transfer-encoding", "date", "server")
 
 
-class _Served:
-    """What is closed at the end of a block."""
-
-    def close(self) -> None:
-        """End it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class MotoServer(_Served):
+class MotoServer(contextlib.AbstractContextManager["MotoServer"]):
     """An S3 server in a process of its own, empty at first; its objects go with it.
 
     Args:
@@ -69,7 +55,7 @@ class MotoServer(_Served):
         try:
             wait_for(self._answers, 30, "the S3 server")
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     def _answers(self) -> bool:
@@ -81,15 +67,14 @@ class MotoServer(_Served):
 
     @cache
     def client(self) -> Any:
-        """Return a boto3 client of the server itself, past any proxy: path style, and not a single retry."""
+        """Return a boto3 client of the server itself, past any proxy: path style, and hardly a retry."""
         import boto3
         from botocore.config import Config
 
-        once = Config(
-            retries={"total_max_attempts": 3}, connect_timeout=2, read_timeout=10, s3={"addressing_style": "path"}
-        )
+        style = {"addressing_style": "path"}
+        config = Config(retries={"total_max_attempts": 3}, connect_timeout=2, read_timeout=10, s3=style)
         keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-        return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=once, **keys)
+        return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=config, **keys)
 
     def create_bucket(self, name: str) -> str:
         """Make a bucket and return its name."""
@@ -98,16 +83,17 @@ class MotoServer(_Served):
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Return the keys of all objects below a prefix, in order."""
-        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        return [str(item["Key"]) for page in pages for item in page.get("Contents", [])]
+        return self._keys("list_objects_v2", "Contents", bucket, prefix)
 
-    def incomplete_uploads(self, bucket: str) -> list[tuple[str, str]]:
-        """Return key and upload id of each multipart upload that was neither completed nor aborted."""
-        pages = self.client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
-        return [(str(item["Key"]), str(item["UploadId"])) for page in pages for item in page.get("Uploads", [])]
+    def incomplete_uploads(self, bucket: str, prefix: str = "") -> list[str]:
+        """Return the key of each multipart upload below a prefix that was neither completed nor aborted."""
+        return self._keys("list_multipart_uploads", "Uploads", bucket, prefix)
 
-    def close(self) -> None:
-        """End the server."""
+    def _keys(self, operation: str, field: str, bucket: str, prefix: str) -> list[str]:
+        pages = self.client().get_paginator(operation).paginate(Bucket=bucket, Prefix=prefix)
+        return [str(item["Key"]) for page in pages for item in page.get(field, [])]
+
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait(10)
 
@@ -119,45 +105,31 @@ class SeenRequest:
     method: str
     path: str
     """Bucket and key with the query, not quoted."""
-    access_key: str = ""
     has_checksum: bool = False
     fault: str = ""
 
 
-class Which(NamedTuple):
-    """Tells which requests something is about: HTTP methods, what path and query contain, and only with checksums."""
+@dataclass
+class Rule:
+    """What the proxy does to some requests: those of some methods, with a text in the path, or with checksums."""
 
-    methods: tuple[str, ...] = ()
+    kinds: Collection[str]
+    methods: Collection[str] = ()
     contains: str = ""
     checksum: bool = False
+    rate: float = 1.0
+    times: float = float("inf")
+    stall_seconds: float = 5.0
+    status: int = 503
+    code: str = "SlowDown"
 
     def takes(self, request: SeenRequest) -> bool:
         """Return whether a request is one of them."""
         is_of_these = (not self.methods or request.method in self.methods) and self.contains in request.path
-        return is_of_these and (request.has_checksum or not self.checksum)
+        return is_of_these and self.times > 0 and (request.has_checksum or not self.checksum)
 
 
-class _Refusal(NamedTuple):
-    status: int
-    code: str
-    message: str
-    when: Which = Which()
-
-
-class _Faults(NamedTuple):
-    rate: float
-    kinds: tuple[str, ...]
-    stall_seconds: float
-    when: Which
-
-
-_SLOW_DOWN = _Refusal(503, "SlowDown", "Please reduce your request rate.")
-_NO_KEY = _Refusal(403, "AccessDenied", "Access Denied")
-_WRONG_KEY = _Refusal(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
-_WRONG_TOKEN = _Refusal(400, "ExpiredToken", "The provided token has expired.")
-
-
-class FaultProxy(_Served):
+class FaultProxy(contextlib.AbstractContextManager["FaultProxy"]):
     """A proxy in front of an HTTP server, in a thread of its own, whose faults are set while it runs, from any thread.
 
     With a file that has a certificate and its key it speaks TLS.
@@ -167,23 +139,16 @@ class FaultProxy(_Served):
         self._upstream = upstream
         self.reset_counters()
         self.calm()
-        self._keys: frozenset[str] | None = None
-        self._tokens: frozenset[str] | None = None
+        self._keys: Collection[str] | None = None
+        self._tokens: Collection[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
         port = self._do(self._listen(certificate))
         self.endpoint_url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
 
-    def faults(
-        self,
-        rate: float | None,
-        kinds: Iterable[str] = (),
-        stall_seconds: float = 5.0,
-        seed: int = 0,
-        when: Which | None = None,
-    ) -> None:
-        """Disturb a share of such requests from now on; None ends it.
+    def faults(self, rate: float | None, kinds: Collection[str] = (), seed: int = 0, **rule: Any) -> None:
+        """Disturb a share of such requests from now on, and end what was there before; None only ends it.
 
         Kinds are ``503`` (answered with SlowDown), ``stall`` (carried out after a wait, even if the client has given up
         by then), ``cut`` (half of the answer comes before the connection is reset) and ``reset`` (the connection is
@@ -191,45 +156,43 @@ class FaultProxy(_Served):
         ``reset_before`` is the first only).
         """
         self._random = random.Random(seed)
-        self._faults = None if rate is None else _Faults(rate, tuple(kinds), stall_seconds, when or Which())
+        self._rules = [] if rate is None else [Rule(kinds, rate=rate, **rule)]
 
-    def refuse(self, code: str, message: str = "refused", status: int = 403, when: Which | None = None) -> None:
+    def refuse(self, code: str, status: int = 403, **rule: Any) -> None:
         """Answer such requests with an error of S3 until `calm`; of several, the first that fits counts."""
-        self._refusals.append(_Refusal(status, code, message, when or Which()))
+        self._rules.append(Rule(("refused",), status=status, code=code, **rule))
 
     def lose_answer_of(self, method: str, contains: str) -> None:
         """Have the next such request carried out by the server, and its answer lost with its connection."""
-        self._lost_answers.append(Which((method,), contains))
+        self._rules.append(Rule(("lost_answer",), (method,), contains, times=1))
 
     def latency(self, seconds: float) -> None:
         """Hold each request back for so long before it is passed on; 0 ends it."""
         self._latency = seconds
 
-    def allow_keys(self, access_keys: Iterable[str] | None) -> None:
+    def allow_keys(self, access_keys: Collection[str] | None) -> None:
         """Let requests of these access keys in, and answer others as S3 does; None lets in all."""
-        self._keys = None if access_keys is None else frozenset(access_keys)
+        self._keys = access_keys
 
-    def allow_tokens(self, tokens: Iterable[str] | None) -> None:
+    def allow_tokens(self, tokens: Collection[str] | None) -> None:
         """Let requests with these session tokens in, "" for none; answer others with ExpiredToken; None lets in all."""
-        self._tokens = None if tokens is None else frozenset(tokens)
+        self._tokens = tokens
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
         """Be out of reach for the length of a block: all connections are reset, and every new one."""
-        self._is_out = True
+        outage = Rule(("outage",))
+        self._rules.insert(0, outage)
         self._do(self._reset_all())
         try:
             yield
         finally:
-            self._is_out = False
+            self._rules.remove(outage)
 
     def calm(self) -> None:
         """End faults, refusals, latency, lost answers and an outage; allowed keys and tokens stay as they are."""
         self.faults(None)
-        self._refusals: list[_Refusal] = []
-        self._lost_answers: list[Which] = []
         self._latency = 0.0
-        self._is_out = False
 
     @property
     def faults_given(self) -> Counter[str]:
@@ -244,8 +207,7 @@ class FaultProxy(_Served):
         """Forget the requests and faults so far."""
         self.requests: list[SeenRequest] = []
 
-    def close(self) -> None:
-        """End the proxy, and connections through it."""
+    def __exit__(self, *_: object) -> None:
         self._do(self._runner.cleanup())
         self._do(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -279,13 +241,20 @@ class FaultProxy(_Served):
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Carry out one request, or not."""
-        seen, refusal, seconds = self._judge(request)
+        has_checksum = any("checksum" in name.lower() for name in request.headers)
+        seen = SeenRequest(request.method, unquote(request.raw_path), has_checksum)
+        rule = self._rule_for(seen, request.headers)
+        seen.fault = self._random.choice(tuple(rule.kinds)) if rule else ""
+        if seen.fault == "reset":
+            seen.fault = self._random.choice(("reset_before", "reset_after"))
         self.requests.append(seen)
         try:
             body = await request.read()
-            await asyncio.sleep(seconds)
-            if refusal:
-                return _refused(refusal)
+            await asyncio.sleep(self._latency)
+            if rule and seen.fault in ("refused", "503"):
+                return _refused(rule)
+            if rule and seen.fault == "stall":
+                await asyncio.sleep(rule.stall_seconds)
             if seen.fault not in ("reset_before", "outage"):
                 return await self._pass_on(request, seen, body)
         except (OSError, aiohttp.ClientError):
@@ -293,31 +262,18 @@ class FaultProxy(_Served):
         _reset(request.transport)
         raise asyncio.CancelledError
 
-    def _judge(self, request: web.Request) -> tuple[SeenRequest, _Refusal | None, float]:
-        """Decide about a request: what it is and has done to it, how it is refused, how many seconds it waits."""
-        scope = request.headers.get("Authorization", "").partition("Credential=")[2]
-        has_checksum = any("checksum" in name.lower() for name in request.headers)
-        seen = SeenRequest(request.method, unquote(request.raw_path), scope.split("/")[0], has_checksum)
-        refusal = next((refusal for refusal in self._refusals if refusal.when.takes(seen)), None)
-        if self._keys is not None and seen.access_key not in self._keys:
-            refusal = _WRONG_KEY if seen.access_key else _NO_KEY
-        elif self._tokens is not None and request.headers.get("x-amz-security-token", "") not in self._tokens:
-            refusal = _WRONG_TOKEN
-        lost = next((which for which in self._lost_answers if which.takes(seen)), None)
-        faults, seconds = self._faults, self._latency
-        if self._is_out:
-            seen.fault = "outage"
-        elif refusal:
-            seen.fault = "refused"
-            return seen, refusal, seconds
-        elif lost:
-            self._lost_answers.remove(lost)
-            seen.fault = "lost_answer"
-        elif faults and faults.when.takes(seen) and self._random.random() < faults.rate:
-            kind = self._random.choice(faults.kinds)
-            seen.fault = self._random.choice(("reset_before", "reset_after")) if kind == "reset" else kind
-            seconds += faults.stall_seconds if kind == "stall" else 0
-        return seen, _SLOW_DOWN if seen.fault == "503" else None, seconds
+    def _rule_for(self, seen: SeenRequest, headers: Any) -> Rule | None:
+        """Decide what is done to a request."""
+        scope = headers.get("Authorization", "").partition("Credential=")[2]
+        if self._keys is not None and scope.split("/")[0] not in self._keys:
+            return Rule(("refused",), status=403, code="InvalidAccessKeyId")
+        if self._tokens is not None and headers.get("x-amz-security-token", "") not in self._tokens:
+            return Rule(("refused",), status=400, code="ExpiredToken")
+        for rule in self._rules:
+            if rule.takes(seen) and self._random.random() < rule.rate:
+                rule.times -= 1
+                return rule
+        return None
 
     async def _pass_on(self, request: web.Request, seen: SeenRequest, body: bytes) -> web.StreamResponse:
         headers = {name: text for name, text in request.headers.items() if name.lower() not in _OF_A_CONNECTION}
@@ -348,10 +304,10 @@ class FaultProxy(_Served):
             return response
 
 
-def _refused(refusal: _Refusal) -> web.Response:
-    error = f"<Code>{refusal.code}</Code><Message>{refusal.message}</Message><RequestId>0</RequestId>"
+def _refused(rule: Rule) -> web.Response:
+    error = f"<Code>{rule.code}</Code><Message>as told</Message><RequestId>0</RequestId>"
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{error}</Error>'
-    return web.Response(status=refusal.status, text=text, content_type="application/xml")
+    return web.Response(status=rule.status, text=text, content_type="application/xml")
 
 
 def _reset(transport: Any) -> None:

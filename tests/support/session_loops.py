@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,19 @@ def torch_loop(config: dict[str, Any]) -> None:
     plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
     dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
     with loop.session(state, save_every=config.get("save_every", 10), **plan) as session:
-        of_step, seen = torch.zeros((), dtype=torch.float64), list[int]()
+        seen = list[int]()
         for inputs, targets in session.batches(dataset, micro_batch=config.get("micro_batch", 0)):
             loss = ((model(inputs) - targets) ** 2).mean() * session.weight
             loss.backward()
-            of_step += loss.detach()
             seen += session.samples.tolist() if session.weight else []
             if not session.is_last_part:
                 continue
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            if world > 1:
-                dist.all_reduce(of_step)
             if "ledger" in config:
-                write_ledger(config["ledger"], **where, step=session.done + 1, loss=of_step.item() / world, seen=seen)
-            of_step, seen = torch.zeros((), dtype=torch.float64), []
+                write_ledger(config["ledger"], **where, step=session.done + 1, seen=seen)
+            seen = []
             session.step({"loss": loss})
             _disturb(config, where, session.done)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -116,15 +112,16 @@ def jax_loop(config: dict[str, Any]) -> None:
     def on_all(array: Any, sharding: Any = whole) -> Any:
         return jax.make_array_from_process_local_data(sharding, np.asarray(array))
 
-    def loss_of(weights: dict[str, Any], key: Any, inputs: Any, targets: Any) -> Any:
-        hidden = jnp.tanh(inputs @ weights["inner"])
-        kept = jax.random.bernoulli(key, 0.9, hidden.shape)
-        return ((hidden * kept @ weights["outer"] - targets) ** 2).mean()
-
     @jax.jit
-    def take_step(weights: dict[str, Any], key: Any, *batch: Any) -> Any:
+    def take_step(weights: dict[str, Any], key: Any, inputs: Any, targets: Any) -> Any:
         key, used = jax.random.split(key)
-        loss, gradients = jax.value_and_grad(loss_of)(weights, used, *batch)
+
+        def loss_of(weights: dict[str, Any]) -> Any:
+            hidden = jnp.tanh(inputs @ weights["inner"])
+            kept = jax.random.bernoulli(used, 0.9, hidden.shape)
+            return ((hidden * kept @ weights["outer"] - targets) ** 2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
         return jax.tree.map(lambda old, new: old - 0.05 * new, weights, gradients), key, loss
 
     random = np.random.default_rng(1)
@@ -137,12 +134,11 @@ def jax_loop(config: dict[str, Any]) -> None:
             batch = [on_all(one, by_rows) for one in local]
             state.weights, state.key, loss = take_step(state.weights, state.key, *batch)
             if "ledger" in config:
-                seen = session.samples.tolist()
-                write_ledger(config["ledger"], **where, step=session.done + 1, loss=float(loss), seen=seen)
+                write_ledger(config["ledger"], **where, step=session.done + 1, seen=session.samples.tolist())
             session.step({"loss": loss})
             _disturb(config, where, session.done)
     if where["rank"] == 0:
-        np.savez(config["weights"], **{name: np.asarray(value) for name, value in state.weights.items()})
+        np.savez(config["weights"], **jax.tree.map(np.asarray, state.weights))
 
 
 def array_loop(config: dict[str, Any]) -> None:
@@ -184,14 +180,6 @@ def _upload_slowly(seconds: float, dies: bool) -> None:
         return persist(checkpoint, name)
 
     context.storage_context.persist_current_checkpoint = slowly
-
-
-def what_counts(ledger: str) -> dict[int, list[dict[str, Any]]]:
-    """The lines of each step by those ranks that did it last."""
-    lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for line in read_ledger(ledger):
-        lines[line["step"]].append(line)
-    return {step: [one for one in found if one["group"] == found[-1]["group"]] for step, found in sorted(lines.items())}
 
 
 def problems(ledger: str | Path, steps: int, length: int) -> list[str]:
@@ -236,12 +224,10 @@ def misusing_loop(config: dict[str, Any]) -> None:
 
     def wait_for_checkpoint(step: int) -> None:
         """Wait until this rank knows of the checkpoint: the ranks learn of it at different times."""
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            if (checkpoint := ray.train.get_checkpoint()) is not None:
-                with checkpoint.as_directory() as folder:
-                    if training_session.read_about(folder)["step"] == step:
-                        return
+        for _ in range(300):
+            checkpoint = ray.train.get_checkpoint()
+            if checkpoint and training_session.read_about(checkpoint.path)["step"] == step:
+                return
             time.sleep(0.1)
 
     import torch

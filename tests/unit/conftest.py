@@ -1,7 +1,5 @@
 """Fixtures and the hypothesis profiles of the unit tier."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import uuid
@@ -12,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
-from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer
 from tests.unit.support import PROFILE, WIDER, private_folder
@@ -100,14 +98,9 @@ def s3_settings(server: MotoServer, _shared_proxy: FaultProxy) -> S3StorageSetti
 
 
 @pytest.fixture(scope="session")
-def _s3_storage(s3_settings: S3StorageSettings) -> Storage:
-    return open_storage(s3_settings)  # one for all, since its clients take half a second to make
-
-
-@pytest.fixture
-def s3(_s3_storage: Storage, proxy: FaultProxy) -> Storage:
-    """The storage in the bucket, opened."""
-    return _s3_storage
+def s3(s3_settings: S3StorageSettings) -> Storage:
+    """The storage in the bucket, opened: one for all, since its clients take half a second to make."""
+    return Storage(s3_settings)
 
 
 @pytest.fixture
@@ -115,7 +108,7 @@ def memory() -> Iterator[Storage]:
     """An object store in this process's memory, opened."""
     from fsspec.implementations.memory import MemoryFileSystem
 
-    yield open_storage(FsspecStorageSettings(url=f"memory://bucket-{uuid.uuid4().hex}/runs", retry_seconds=30))
+    yield Storage(FsspecStorageSettings(url=f"memory://bucket-{uuid.uuid4().hex}/runs", retry_seconds=30))
     MemoryFileSystem.store.clear()
 
 
@@ -123,7 +116,7 @@ def memory() -> Iterator[Storage]:
 def disk() -> Iterator[Storage]:
     """A directory for runs, opened."""
     with private_folder() as folder:
-        yield open_storage(LocalStorageSettings(path=f"{folder}/runs", retry_seconds=30))
+        yield Storage(LocalStorageSettings(path=f"{folder}/runs", retry_seconds=30))
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""Ray Train's own storage context and checkpoint manager, on the filesystem that we hand to Ray."""
-
-from __future__ import annotations
+"""Ray Train's storage context and our checkpoint manager, on the filesystem that we hand to Ray."""
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,18 @@ def raw_ray(store: RunStore) -> CheckpointManager:
 
 
 class Ray:
-    """Ray Train's own storage context and checkpoint manager on the filesystem of an attempt."""
+    """Ray Train's own storage context and our checkpoint manager on the filesystem of an attempt."""
 
     def __init__(self, store: RunStore, attempt: int, **config: Any) -> None:
         path = Path(store.path)
         self.storage = StorageContext(str(path.parent), path.name, storage_filesystem=run_filesystem(store, attempt))
         self._config = CheckpointConfig(**config)
         self.manager: Any = None
-        self._manager_type: type[CheckpointManager] = CheckpointManager
 
     def start(self) -> Any:
         """Load the manager, as a controller does when it starts."""
-        self.manager = self._manager_type(self._config, self.storage)
+        self.manager = RankedCheckpointManager(self._config, self.storage)
         return self
-
-    def start_ours(self) -> Any:
-        """Load our own manager, as our controller does."""
-        self._manager_type = RankedCheckpointManager
-        return self.start()
 
     @property
     def latest(self) -> str:
@@ -75,17 +68,15 @@ class Ray:
 
     def register(self, checkpoint: Checkpoint, validation: bool = False, **metrics: Any) -> None:
         """Take a checkpoint that is in the run directory as reported by all ranks."""
-
-        async def register() -> None:
-            self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=validation))
-
-        asyncio.run(register())
+        report = _TrainingReport(checkpoint, metrics, validation=validation)
+        asyncio.run(_call(self.manager.register_checkpoint, report))
 
     def validate(self, checkpoint: Checkpoint, **metrics: Any) -> None:
         """Register the metrics of a successful validation."""
+        validated = {checkpoint: (metrics, ReportedCheckpointStatus.VALIDATED)}
+        asyncio.run(_call(self.manager.update_checkpoints_with_validation_result, validated))
 
-        async def update() -> None:
-            validated = (metrics, ReportedCheckpointStatus.VALIDATED)
-            self.manager.update_checkpoints_with_validation_result({checkpoint: validated})
 
-        asyncio.run(update())
+async def _call(function: Callable[[Any], None], argument: Any) -> None:
+    """Call a function that needs an event loop."""
+    function(argument)

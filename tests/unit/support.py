@@ -1,7 +1,5 @@
 """What the tests of the run directory have in common: claims, checkpoints, and what Ray's controller does to them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -131,11 +129,11 @@ class SteppedStore(LocalRunStore):
 
         return stepped
 
-    def _delete_folder(self, name: str) -> bool:
-        for file in self._file_sizes(name) or {}:
+    def _delete_folder(self, name: str) -> None:
+        for file in LocalRunStore.file_sizes(self, name) or {}:
             self.before("unlink")
-            self._delete(f"{name}/{file}")
-        return super()._delete_folder(name)
+            Path(self.path, name, file).unlink()
+        super()._delete_folder(name)
 
 
 def happening_before(store: RunStore, operation: str, happens: Callable[[], object]) -> SteppedStore:
@@ -153,8 +151,8 @@ def run_callback(
     receiver: ReceiverAddress, store: RunStore, attempt: int, failures: FailureSettings, score_attribute: str = ""
 ) -> RunCallback:
     """Return the callback of a controller, with its state."""
-    context = RunContext("mnist", "0" * 32, attempt, "", store.uri)
-    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures, score_attribute)
+    context = RunContext("mnist", "0" * 32, attempt, "", store.uri, score_attribute=score_attribute)
+    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures)
     return RunCallback(ControllerState(settings), WorkerHooks(context))
 
 

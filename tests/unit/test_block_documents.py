@@ -1,7 +1,5 @@
 """Block documents as code: what a document shall hold, which are refused, and the profiles of this repository."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop's name of a checkpoint and its folder's, which is never used twice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +27,7 @@ def test_folders_differ_and_lead_back_to_name_and_attempt(
 
 def test_any_other_folder_is_its_own_name_and_nobodys() -> None:
     for folder in ("checkpoint_2026-11-22", "epoch-3.a0001", "epoch.a01.g01.r0001", ".a0001.g01.r0001", ""):
-        assert (loop_name(folder), written_by(folder)) == (folder, None)
+        assert (loop_name(folder), written_by(folder)) == (folder, -1)
 
 
 def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_twice() -> None:
@@ -53,4 +51,4 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
 
 def test_each_worker_group_of_an_attempt_has_another_number() -> None:
     callback = WorkerHooks(RunContext("run", "", 1, "", ""))
-    assert [(callback.begin_group(0, []), callback._group) for _ in range(2)] == [(None, 1), (None, 2)]
+    assert [(callback.begin_group(0), callback._group) for _ in range(2)] == [(None, 1), (None, 2)]

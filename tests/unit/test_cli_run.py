@@ -1,7 +1,5 @@
 """`elastic-train run`: what it refuses before anything starts, and what it would do; and `elastic-train resume`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,13 @@ from prefect_elastic_train.cli.running import loop_config
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.storage.opening import Storage
 
-LOOPS = '''
+FILES = {
+    "broken.py": "import no_such_module",
+    "config.yaml": "steps: 3\noptimizer: {lr: 1e-3, name: sgd}",
+    "list.yaml": "- 1",
+    "object.yaml": "!!python/object/apply:os.system [exit]",
+    "my_loops.py": '''
+
 print("whatever a module prints")
 
 
@@ -26,15 +30,15 @@ def train_loop(config):
 
 def two_arguments(config, other):
     """Not a loop."""
-'''
+''',
+}
 
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project in the current folder."""
-    (tmp_path / "my_loops.py").write_text(LOOPS)
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
-    (tmp_path / "config.yaml").write_text("steps: 3\noptimizer: {lr: 1e-3, name: sgd}\n")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
@@ -42,8 +46,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def _planned(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["run", *arguments, "--dry-run"])
+def _planned(arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, f"run {arguments} --dry-run")
     assert result.exit_code == 0, result.stderr
     plan: dict[str, Any] = json.loads(result.stdout)
     return plan
@@ -52,38 +56,41 @@ def _planned(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["no path"], ["'no path'", "package.module:function", "path/to/file.py:function"]),
-        (["my_loops:no_loop"], ["'my_loops' has no 'no_loop'"]),
-        (["my_loops:two_arguments"], ["2 arguments", "config, other"]),
-        (["no_module:loop"], ["'no_module' cannot be imported"]),
-        (["broken.py:loop"], ["broken.py cannot be imported", "no_such_module"]),
-        (["LOOP", "--framework", "tensorflow"], ["'tensorflow'", "'torch', 'jax', 'none'"]),
-        (["LOOP", "--set", "steps"], ["--set steps", "key=value"]),
-        (["LOOP", "--workers", "many"], ["--workers many", "a number (4) or a range (1:8)"]),
-        (["LOOP", "--workers", "8:1"], ["min_workers (8) must be at most max_workers (1)"]),
-        (["LOOP", "--timeout", "0"], ["timeout_seconds=0", "above 0"]),
-        (["LOOP", "--run-name", "a/b"], ["'a/b'", "letters, digits"]),
-        (["LOOP", "--run-name", "a", "--resume", "--resume-from", "b"], ["one of them"]),
-        (["LOOP", "--storage", "ftp:/x"], ["block 'ftp:/x'", "a directory is written as ./x"]),
-        (["LOOP", "--storage", "s3://a//b"], ["expected bucket/prefix"]),
-        (["LOOP", "--profile", "lab"], ["elastic-scaling/lab", "API"]),
+        ("'no path'", ["'no path'", "package.module:function", "path/to/file.py:function"]),
+        ("my_loops:no_loop", ["'my_loops' has no 'no_loop'"]),
+        ("my_loops:two_arguments", ["config, other"]),
+        ("no_module:loop", ["'no_module' cannot be imported"]),
+        ("broken.py:loop", ["broken.py cannot be imported", "no_such_module"]),
+        ("LOOP --framework tensorflow", ["'tensorflow'", "'torch', 'jax', 'none'"]),
+        ("LOOP --set steps", ["--set steps: expected key=value"]),
+        ("LOOP --set a..b=3", ["--set a..b=3", "key.key=value"]),
+        ("LOOP --set 'a=[1'", ["--set a=[1 cannot be read as YAML"]),
+        ("LOOP --set a=12e3456", ["YAML that JSON can represent"]),
+        ("LOOP --set a=2026-01-01", ["write dates in quotes", "date is not JSON"]),
+        ("LOOP --config none.yaml", ["config none.yaml cannot be read as YAML", "No such file"]),
+        ("LOOP --config list.yaml", ["a table of keys and values, got a list"]),
+        ("LOOP --config object.yaml", ["cannot be read as YAML"]),
+        ("LOOP --workers many", ["--workers many", "a number (4) or a range (1:8)"]),
+        ("LOOP --workers 8:1", ["min_workers (8) must be at most max_workers (1)"]),
+        ("LOOP --timeout 0", ["timeout_seconds=0", "above 0"]),
+        ("LOOP --run-name a/b", ["'a/b'", "letters, digits"]),
+        ("LOOP --run-name a --resume --resume-from b", ["one of them"]),
+        ("LOOP --storage ftp:/x", ["block 'ftp:/x'", "a directory is written as ./x"]),
+        ("LOOP --storage s3://a//b", ["expected bucket/prefix"]),
+        ("LOOP --profile lab", ["elastic-scaling/lab", "API"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], parts: list[str]) -> None:
-    arguments = [argument.replace("LOOP", "my_loops:train_loop") for argument in arguments]
-    result = CliRunner().invoke(app, ["run", *arguments, "--json"])
-    assert (result.exit_code, result.stdout) == (2, "")
+def test_bad_input_is_one_line_and_exit_code_2(arguments: str, parts: list[str]) -> None:
+    result = CliRunner().invoke(app, f"run {arguments} --json".replace("LOOP", "my_loops:train_loop"))
     *_, last = result.stderr.splitlines()
-    assert result.stderr.count("error: ") == last.count("error: ") == 1
-    for part in parts:
-        assert part in last
+    assert (result.exit_code, result.stdout, result.stderr.count("error: "), last[:7]) == (2, "", 1, "error: ")
+    assert [part for part in parts if part not in last] == []
 
 
 @pytest.mark.parametrize("loop", ["my_loops:train_loop", "my_loops.py:train_loop", "./my_loops.py:train_loop"])
-def test_a_dry_run_tells_what_would_run_and_nothing_else(loop: str, project: Path) -> None:
-    plan = _planned(loop, "--config", "config.yaml", "--set", "optimizer.lr=0.5", "--storage", "./runs", "--timeout=9")
-    in_a_file = loop.endswith(".py:train_loop")
-    assert plan["train_loop"] == (f"{project}/my_loops.py:train_loop" if in_a_file else loop)
+def test_a_dry_run_prints_what_would_run_and_nothing_else(loop: str, project: Path) -> None:
+    plan = _planned(f"{loop} --config config.yaml --set optimizer.lr=0.5 --storage ./runs --timeout=9")
+    assert plan["train_loop"] == (loop if ".py" not in loop else f"{project}/my_loops.py:train_loop")
     assert plan["train_loop_config"] == {"steps": 3, "optimizer": {"lr": 0.5, "name": "sgd"}}
     assert (plan["framework"], plan["timeout_seconds"], plan["resume"]) == ("torch", 9.0, False)
     assert plan["storage"]["path"] == str(project / "runs")
@@ -95,7 +102,7 @@ def test_a_dry_run_tells_what_would_run_and_nothing_else(loop: str, project: Pat
 def test_workers_stand_in_for_those_of_the_scaling_and_a_bucket_has_ambient_credentials(
     workers: str, numbers: tuple[int, int]
 ) -> None:
-    plan = _planned("my_loops:train_loop", "--workers", workers, "--storage", "s3://bucket/runs")
+    plan = _planned(f"my_loops:train_loop --workers {workers} --storage s3://bucket/runs")
     assert (plan["scaling"]["min_workers"], plan["scaling"]["max_workers"]) == numbers
     assert (plan["storage"]["bucket_path"], plan["storage"]["access_key_id"]) == ("bucket/runs", "")
 
@@ -119,19 +126,19 @@ def test_a_value_of_a_setting_is_what_yaml_takes_it_for(text: str, value: object
 
 
 def test_what_comes_later_counts_and_dots_nest(tmp_path: Path) -> None:
-    first, second, empty = tmp_path / "first.yaml", tmp_path / "second.json", tmp_path / "empty.yaml"
-    first.write_text(
-        "steps: 3\nname: no  # no boolean in YAML 1.2\noptimizer: &same {lr: 0.1, name: sgd}\nlike: *same\n"
-        "data: {path: a}\n"
-    )
-    second.write_text('{"optimizer": {"lr": 0.2}, "data": "b"}')
-    empty.write_text("# nothing yet\n")
+    contents = {
+        "first.yaml": "steps: 3\nname: no  # in YAML 1.2\noptimizer: &same {lr: 0.1}\nlike: *same\ndata: {path: a}",
+        "second.json": '{"optimizer": {"lr": 0.2, "name": "sgd"}, "data": "b"}',
+        "empty.yaml": "# nothing yet",
+    }
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
     settings = ["optimizer.lr=0.3", "new.table.key=1", "steps=4", "steps=5"]
-    assert loop_config([first, second, empty], settings) == {
+    assert loop_config([tmp_path / name for name in contents], settings) == {
         "steps": 5,
         "name": "no",
         "optimizer": {"lr": 0.3, "name": "sgd"},
-        "like": {"lr": 0.1, "name": "sgd"},
+        "like": {"lr": 0.1},
         "data": "b",
         "new": {"table": {"key": 1}},
     }
@@ -141,28 +148,6 @@ def test_a_config_that_prefect_would_not_keep_is_refused_with_its_size() -> None
     assert loop_config([], [f"rows={'x' * 400_000}"])
     with pytest.raises(ConfigurationError, match=r"the config has 600,011 bytes, and Prefect keeps at most 512 KiB"):
         loop_config([], [f"rows={'x' * 600_000}"])
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("steps", "expected key=value"),
-        ("a..b=3", "key.key=value"),
-        ("a=[1", "cannot be read as YAML"),
-        ("a=12e3456", "YAML that JSON can represent"),
-        ("a=2026-01-01", "write dates in quotes.*date is not JSON"),
-        (Path("none.yaml"), "cannot be read as YAML.*No such file"),
-        (Path("list.yaml"), "a table of keys and values, got a list"),
-        (Path("object.yaml"), "cannot be read as YAML"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_with_what_is_allowed(project: Path, given: str | Path, says: str) -> None:
-    (project / "list.yaml").write_text("- 1")
-    (project / "object.yaml").write_text("!!python/object/apply:os.system [exit]")
-    files, settings = ([given], []) if isinstance(given, Path) else ([], [given])
-    with pytest.raises(ConfigurationError, match=rf"(?s)^(--set|config) .*{says}") as refused:
-        loop_config(files, settings)
-    assert str(refused.value).startswith((f"--set {given}", f"config {given}"))
 
 
 def test_a_command_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_that_it_is_away(
@@ -175,6 +160,6 @@ def test_a_command_waits_for_a_storage_less_than_trainings_do_and_says_in_one_li
         raise StorageFaultError("s3://bucket/runs is away", kind="away", permanent=False)
 
     monkeypatch.setattr(Storage, "run_names", run_names)
-    done = CliRunner().invoke(app, ["runs", "list", "s3://bucket/runs"])
+    done = CliRunner().invoke(app, "runs list s3://bucket/runs")
     assert (done.exit_code, done.output) == (1, "error: s3://bucket/runs is away\n")
     assert waits == [20]

@@ -1,11 +1,7 @@
 """`resume_from`: which checkpoint a new run starts from, on every storage, and what is told of it."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
-import time
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,42 +13,41 @@ from typer.testing import CliRunner
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, encode
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.scores import score_key
 from prefect_elastic_train.core.settings import CheckpointSettings
 from prefect_elastic_train.orchestration.task import make_training
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt
 from prefect_elastic_train.runs.fingerprints import fingerprint
-from prefect_elastic_train.runs.inspecting import inspect_run
-from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
-from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
+from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory
+from prefect_elastic_train.runs.seeding import Source, choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
+from tests.unit.ray_storage import Ray
 from tests.unit.support import Training, begin, spec
-
-DAY = 86400.0
 
 
 @dataclass
 class Nights:
-    """Runs of one deployment in a storage, each a day after the one before, and each by a flow run of its own."""
+    """Runs of one deployment in a storage, one after the other, and each by a flow run of its own."""
 
     storage: Storage
     number: int = 0
 
-    def claim(self, name: str, resume_from: str = "latest", **more: str) -> RunRequest:
+    def claim(
+        self,
+        name: str,
+        resume_from: str = "latest",
+        flow_name: str = "nightly",
+        deployment_id: str = "deployment-a",
+        loop: str = "train:loop",
+        config: str = "",
+        part: str = "nightly",
+    ) -> RunRequest:
         """Return what the driver of another night wants."""
-        owner = Owner(
-            flow_run_id=str(uuid.uuid4()),
-            flow_name=more.pop("flow_name", "nightly"),
-            deployment_id=more.pop("deployment_id", "deployment-a"),
-            host="elsewhere/1",
-        )
-        marks = fingerprint(more.pop("loop", "train:loop"), "torch", {"of": more.pop("config", "")})
-        part = more.pop("part", "nightly")
-        return RunRequest(name, owner, marks, part=part, resume_from=resume_from, **more)
+        owner = Owner(flow_run_id=str(uuid.uuid4()), flow_name=flow_name, deployment_id=deployment_id, host="elsewhere")
+        return RunRequest(name, owner, fingerprint(loop, "torch", {"of": config}), part=part, resume_from=resume_from)
 
     def add(
         self,
@@ -66,19 +61,21 @@ class Nights:
         self.number += 1
         store = self.storage.run(name)
         policy = CheckpointSettings(score_attribute="acc", score_order=order)
-        training = Training(store, begin(store, spec(self.claim(name, "", **more), checkpoints=policy)).attempt)
+        attempt = begin(store, spec(self.claim(name, "", **more), checkpoints=policy)).attempt
+        ray = Ray(store, attempt, checkpoint_score_attribute="acc", checkpoint_score_order=order).start()
         for number, score in enumerate(scores):
-            training.report(f"checkpoint_{number}", {} if score is None else {"acc": score})
-            _rank_by_score(training, order)
+            ray.report(f"checkpoint_{number}", **({} if score is None else {"acc": score}))
         if outcome:
-            end_attempt(store, newest_attempt_number(store), outcome)
-        record = decode(RunRecord, store.read(layout.RUN))
-        assert record is not None
-        dated = record.model_copy(update={"created_at": time.time() - 100 * DAY + self.number * DAY})
+            end_attempt(store, attempt, outcome)
+        dated = RunDirectory(store).record.model_copy(update={"created_at": self.number})
         store.replace(layout.RUN, encode(dated))
         if outcome == "completed":
             record_completed_run(self.storage, name)
         return dated
+
+    def choose(self, resume_from: str = "latest") -> Source:
+        """Return the checkpoint that another night would start from."""
+        return choose_source(self.storage, self.claim("another", resume_from))
 
     def start(self, wanted: RunRequest) -> tuple[Begun, list[str]]:
         """Begin a run as a driver does; return what the user is told, too."""
@@ -86,17 +83,6 @@ class Nights:
         store = self.storage.run(wanted.run_name)
         begun = begin(store, wanted, seed=lambda: notes.extend(copy_source(self.storage, wanted, store)))
         return begun, notes
-
-
-def _rank_by_score(training: Training, order: str) -> None:
-    """Keep the results as Ray does: the best last. The next commit has them in this order."""
-    results, indices = training.snapshot["checkpoint_results"], training.snapshot["checkpoint_report_indices"]
-    pairs = sorted(
-        zip(indices, results, strict=True), key=lambda pair: (score_key(pair[1]["metrics"], "acc", order), pair[0])
-    )
-    training.snapshot["checkpoint_results"] = [result for _, result in pairs]
-    training.snapshot["checkpoint_report_indices"] = [index for index, _ in pairs]
-    training.log.commit(json.dumps(training.snapshot).encode())
 
 
 @pytest.fixture
@@ -116,7 +102,7 @@ def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(sto
     begun, notes = nights.start(nights.claim(f"{prefix}-3", **deployment))
     store = storage.run(f"{prefix}-3")
     assert (begun.point.base, loop_name(begun.point.checkpoint), notes) == ((0, 0), f"from-{prefix}-2", [])
-    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_1"
+    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"checkpoint_1"
     assert begun.point.initial_metrics == {"acc": 0.7}
     assert RunDirectory(store).started_from == f"{storage.uri}/{prefix}-2/checkpoint_1"
     assert {name: source.file_sizes(name) for name in before} == before, "the source is untouched"
@@ -132,9 +118,8 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(nights: Nights,
     store = nights.storage.run("tuned")
     wanted = nights.claim("tuned", choice)
     begun, notes = nights.start(wanted)
-    folder = begun.point.checkpoint
     assert notes == []
-    assert store.read(f"{folder}/model.pt") == f"weights of checkpoint_{number}".encode()
+    assert store.read(f"{begun.point.checkpoint}/model.pt") == f"checkpoint_{number}".encode()
     assert begun.point.initial_metrics == {"acc": scores[number]}
     # A restart goes on from its own checkpoints, and does not copy again, though the source is gone.
     nights.storage.run("base").delete_folder("")
@@ -149,9 +134,9 @@ def test_the_best_checkpoint_of_a_run_is_one_that_has_a_score(
 ) -> None:
     nights.add("base", scores=(math.nan, 0.2, 0.7, None, None), order=order)
     for resume_from in ("base@best", "latest", "latest@best"):
-        source = choose_source(nights.storage, nights.claim("tuned", resume_from))
+        source = nights.choose(resume_from)
         assert (source.folder, source.notes) == (f"checkpoint_{best}", [])
-    assert choose_source(nights.storage, nights.claim("tuned", "base")).folder == "checkpoint_4"
+    assert nights.choose("base").folder == "checkpoint_4"
 
 
 def test_without_any_score_the_best_is_refused_and_the_newest_of_the_night_before_is_taken_with_a_note(
@@ -160,8 +145,8 @@ def test_without_any_score_the_best_is_refused_and_the_newest_of_the_night_befor
     nights.add("base", scores=(None, math.nan), order="min")
     words = r"no checkpoint of run 'base' has the score 'acc'; give base@latest for its newest one"
     with pytest.raises(AttemptFailedError, match=words):
-        choose_source(nights.storage, nights.claim("tuned", "base@best"))
-    source = choose_source(nights.storage, nights.claim("tuned", "latest"))
+        nights.choose("base@best")
+    source = nights.choose()
     note = "resume_from='latest': no checkpoint of run 'base' has the score 'acc': its newest one is used"
     assert (source.folder, source.notes) == ("checkpoint_1", [note])
 
@@ -173,9 +158,9 @@ def test_a_checkpoint_is_asked_for_by_the_loops_name_of_which_the_newest_counts_
     training = Training(store, begin(store, nights.claim("base", "")).attempt)
     for report in (1, 9_999, 10_000):
         training.report(physical_name("epoch-1", 1, 1, report))
-    for name, report in (("epoch-1", 10_000), (physical_name("epoch-1", 1, 1, 1), 1)):
-        source = choose_source(nights.storage, nights.claim("tuned", f"base@{name}"))
-        assert source.folder == physical_name("epoch-1", 1, 1, report)
+    folders = [result["checkpoint_dir_name"] for result in training.snapshot["checkpoint_results"]]
+    for name, folder in (("epoch-1", folders[2]), (folders[0], folders[0])):
+        assert nights.choose(f"base@{name}").folder == folder
 
 
 def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights) -> None:
@@ -184,7 +169,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
     nights.storage.run("going").create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=owner)))
     with pytest.raises(ConfigurationError, match=r"'a\|b'"):
-        choose_source(nights.storage, nights.claim("tuned", "a|b@best"))
+        nights.choose("a|b@best")
     with pytest.raises(ConfigurationError, match="give the run another name"):
         make_training(lambda: None, run_name="latest")
     for resume_from, words in {
@@ -193,7 +178,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
         "going@best": "run 'going' is being deleted",
     }.items():
         with pytest.raises(AttemptFailedError, match=f"resume_from='{resume_from}': .*{words}") as refused:
-            choose_source(nights.storage, nights.claim("tuned", resume_from))
+            nights.choose(resume_from)
         assert refused.value.outcome is Outcome.INVALID
 
 
@@ -208,7 +193,7 @@ def test_completed_runs_that_are_no_base_any_more_are_passed_over_and_named_with
         nights.storage.run(name).delete_folder("")
     begin(nights.storage.run("anew"), nights.claim("anew", ""))
     begin(nights.storage.run("again"), replace(nights.claim("again", ""), resume=True, named=True))
-    source = choose_source(nights.storage, nights.claim("night-2"))
+    source = nights.choose()
     assert (source.run, source.folder) == ("night-1", "checkpoint_0")
     told = "\n".join(source.notes)
     for words in ("empty has no committed checkpoint", "damaged has no committed checkpoint; checkpoint checkpoint_0"):
@@ -224,13 +209,11 @@ def test_what_tells_the_completed_runs_is_torn_lost_and_made_anew(nights: Nights
     [pointer] = Path(nights.storage.uri, ".elastic_train", "completed").rglob("*.json")
     pointer.write_bytes(pointer.read_bytes()[:100])
     with pytest.raises(AttemptFailedError, match=f"{pointer}, which lists the completed runs, is torn; name the run"):
-        choose_source(nights.storage, nights.claim("night-3"))
+        nights.choose()
     pointer.unlink()
-    assert choose_source(nights.storage, nights.claim("night-3")).run == "", (
-        "it is told that it begins at the beginning"
-    )
+    assert nights.choose().run == ""
     record_completed_run(nights.storage, "night-1")
-    assert choose_source(nights.storage, nights.claim("night-3")).run == "night-1"
+    assert nights.choose().run == "night-1"
     assert nights.storage.run_names() == ["night-1", "night-2"], "it is no run"
 
 
@@ -241,7 +224,7 @@ def test_only_runs_of_the_same_training_of_the_same_deployment_count(nights: Nig
     nights.add("other-loop", loop="train:other_loop")
     nights.add("other-place", loop="my.vision:loop")
     nights.add("second-training", part="nightly-2")
-    source = choose_source(nights.storage, nights.claim("night-2"))
+    source = nights.choose()
     assert source.run == "night-1"
     assert source.notes == [
         "resume_from='latest': run 'night-1' had another configuration: train_loop_config['of'] changed"
@@ -255,10 +238,9 @@ def test_only_runs_of_the_same_training_of_the_same_deployment_count(nights: Nig
 
 def test_the_first_night_trains_from_the_beginning_and_says_so(nights: Nights) -> None:
     begun, (note,) = nights.start(nights.claim("night-1"))
-    assert begun.point.checkpoint == ""
+    assert (begun.point.checkpoint, RunDirectory(nights.storage.run("night-1")).started_from) == ("", "")
     assert "holds no completed run with a checkpoint of training 'nightly'" in note
     assert "it trains from the beginning" in note
-    assert RunDirectory(nights.storage.run("night-1")).started_from == ""
 
 
 def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_was_to_start_from(
@@ -303,7 +285,7 @@ def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_removed(
     begun, _ = nights.start(wanted)
     assert begun.point.checkpoint not in left, "written into what another copy left"
     assert loop_name(begun.point.checkpoint) == ("from-night-0" if "deleted" in why else "from-night-1")
-    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_0"
+    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"checkpoint_0"
 
 
 def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(nights: Nights) -> None:
@@ -313,9 +295,8 @@ def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(n
         assert loop_name(begun.point.checkpoint) == f"from-night-{number - 1}"
         end_attempt(nights.storage.run(f"night-{number}"), 1, "completed")
         record_completed_run(nights.storage, f"night-{number}")
-    details = inspect_run(RunDirectory(nights.storage.run("night-2")))
-    assert details is not None
-    assert loop_name(details.started_from) == f"{nights.storage.uri}/night-1/from-night-0"
-    assert os.path.isfile(f"{details.started_from}/model.pt")
+    started_from = RunDirectory(nights.storage.run("night-2")).started_from
+    assert loop_name(started_from) == f"{nights.storage.uri}/night-1/from-night-0"
+    assert os.path.isfile(f"{started_from}/model.pt")
     shown = CliRunner().invoke(app, ["runs", "show", nights.storage.uri, "night-1"]).stdout
     assert f"started from:   {nights.storage.uri}/night-0/checkpoint_0" in shown

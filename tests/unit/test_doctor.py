@@ -1,12 +1,11 @@
 """What `elastic-train doctor` makes of what it sees, as far as that needs no Ray and no Prefect server."""
 
-from __future__ import annotations
-
 import json
 import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -48,77 +47,67 @@ def _answering(answers: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_without_a_password(hangs: bool) -> None:
+def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_without_a_password(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
+    monkeypatch.setattr(examination, "_SECONDS", 0.1 if hangs else 5)
 
     def check() -> Iterator[examination.Finding]:
         yield examination.fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
         release.wait(30 if hangs else 0)
         raise KeyError("gone")
 
-    first, second = examination.run_check("mine", check, 0.1 if hangs else 5)
+    first, second = examination.run_check("mine", check)
     release.set()
     assert first == examination.Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine")
     assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
-def test_doctor_shows_the_versions_of_python_ray_and_prefect() -> None:
-    [found] = examination.check_versions()
-    assert found.level == "ok"
-    for part in (platform.python_version(), f"ray {version('ray')}", f"prefect {version('prefect')}"):
-        assert part in found.message
-
-
 @pytest.mark.parametrize(
-    ("answers", "parts"),
+    ("check", "answers", "level", "parts"),
     [
-        ({}, ["404", "which ends with /api"]),
-        ({"/admin/version": {"no": "version"}}, ["no compatible Prefect server", "ends with /api"]),
-        ({"/admin/version": "2.20.0"}, ["client: 3.", "server: 2.20.0"]),
-        ({"/admin/version": 401}, ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
+        ("server", {}, "fail", ["404", "which ends with /api"]),
+        ("server", {"/admin/version": {"no": "version"}}, "fail", ["no compatible Prefect server", "ends with /api"]),
+        ("server", {"/admin/version": "2.20.0"}, "fail", ["client: 3.", "server: 2.20.0"]),
+        ("server", {"/admin/version": 401}, "fail", ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
+        ("block_types", {}, "warn", ["elastic-scaling", "prefect block register"]),
+        (
+            "cluster",
+            {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []},
+            "fail",
+            ["runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"],
+        ),
     ],
 )
-def test_a_server_that_cannot_be_used_is_told(answers: dict[str, Any], parts: list[str]) -> None:
+def test_a_server_a_cluster_or_block_types_that_cannot_be_used_are_found(
+    check: str, answers: dict[str, Any], level: str, parts: list[str]
+) -> None:
     with _answering(answers) as url, temporary_settings({PREFECT_API_URL: url}):
-        [found] = examination.check_server()
-    assert found.level == "fail"
-    for part in [url, *parts]:
-        assert part in f"{found.message} {found.remedy}"
+        arguments = [support.spec(cluster=ClusterSettings(address=url))] if check == "cluster" else []
+        found, *_ = examination.run_check(check, partial(getattr(examination, f"check_{check}"), *arguments))
+    text = f"{found.message} {found.remedy}"
+    assert (found.level, [part for part in parts if part not in text]) == (level, [])
+    assert url in text or level == "warn"
 
 
-def test_block_types_that_nobody_has_registered_are_a_warning_with_the_command_that_does() -> None:
-    with _answering({}) as url, temporary_settings({PREFECT_API_URL: url}):
-        warned, loaded = examination.check_block_types()
-    assert (warned.level, loaded.message) == ("warn", "0 saved blocks load")
-    assert "elastic-scaling" in warned.message
-    assert "prefect block register" in warned.remedy
-
-
-def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
-    answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
-    with _answering(answers) as url:
-        spec = support.spec(cluster=ClusterSettings(address=url))
-        [found] = examination.run_check("cluster", lambda: examination.check_cluster(spec), 10)
-    assert found.level == "fail"
-    for part in (url, "runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"):
-        assert part in found.message
-
-
-def test_without_a_server_the_rest_is_skipped_with_which_setting_to_change(tmp_path: Path) -> None:
-    arguments = ["--cluster", "prod", "--storage", str(tmp_path / "runs")]
+def test_without_a_server_the_versions_are_shown_and_the_rest_is_skipped(tmp_path: Path) -> None:
+    command = f"doctor --cluster prod --storage {tmp_path}/runs"
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        result = CliRunner().invoke(app, ["doctor", *arguments, "--json"])
-        shown = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == shown.exit_code == 1, result.output
+        result = CliRunner().invoke(app, f"{command} --json")
+        shown = CliRunner().invoke(app, command)
     told = json.loads(result.stdout)
-    assert told["ok"] is False
+    assert (result.exit_code, shown.exit_code, told["ok"]) == (1, 1, False), result.output
     levels = {finding["check"]: finding["level"] for finding in told["findings"]}
-    assert list(levels.items()) == [
-        ("versions", "ok"),
-        ("server", "fail"),
-        *((check, "skip") for check in ("blocks", "storage", "cluster")),
-    ]
-    assert "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL" in shown.stdout
-    assert "trainings cannot run like this (" in shown.stdout
+    skipped = dict.fromkeys(("blocks", "storage", "cluster"), "skip")
+    assert levels == {"versions": "ok", "server": "fail", **skipped}
+    for part in (
+        f"ok   versions  Python {platform.python_version()}",
+        f"ray {version('ray')}",
+        f"prefect {version('prefect')}",
+        "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL",
+        "trainings cannot run like this (",
+    ):
+        assert part in shown.stdout
     assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["doctor", "--timeout", "600"]).exit_code == 2, "wrong usage"
+    assert CliRunner().invoke(app, "doctor --timeout 600").exit_code == 2, "wrong usage"

@@ -1,7 +1,5 @@
 """What the driver decides without a cluster: about the loop it was given, and about how ``fit()`` ended."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -9,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
 
@@ -45,13 +43,6 @@ from tests.support.processes import free_port, wait_for
 from tests.unit.support import spec
 
 
-@pytest.fixture(autouse=True)
-def _path_as_before() -> Iterator[None]:
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-
-
 def _spec(payload: bytes = b"", **settings: Any) -> DriverSpec:
     request = RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "none", {}), payload=payload)
     return spec(request, **settings)
@@ -67,10 +58,7 @@ class _Callable:
 @pytest.mark.parametrize(
     "loop",
     [
-        lambda: None,
-        lambda config: None,
         lambda config, extra=1: None,
-        lambda **arguments: None,
         lambda config, *arguments, **more: None,
         _Callable(),
         functools.partial(lambda config, other: None, other=1),
@@ -90,8 +78,9 @@ def test_a_cluster_that_does_not_answer_at_the_address_of_the_environment_is_tol
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with train loops, where only the flow finds them."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "a_users_loops.py").write_text(
         "class Trainer:\n    @staticmethod\n    def loop(config): return 'nested'\n"
         "def loop(config): return 'plain'\nNUMBER = 7\n"
@@ -111,128 +100,105 @@ def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_
 
 
 @pytest.mark.parametrize(
-    ("payload", "words"),
+    ("payload", "says"),
     [
-        (b"torn", ["cannot load train loop 'loop'"]),
-        (Payload("nowhere:loop"), ["'nowhere:loop'", "'nowhere'", "ModuleNotFoundError"]),
-        (Payload("a_users_loops:Trainer.missing"), ["'a_users_loops'", "no 'Trainer.missing'"]),
-        (Payload("a_users_loops:NUMBER"), ["is a int", "must be a function"]),
-        (Payload("broken_loops:loop"), ["cannot be imported", "RuntimeError: no licence"]),
-        (Payload(lambda config, other: None), ["requires 2 arguments (config, other)"]),
-        (Payload(lambda *, config: None), ["(config)"]),
-        (Payload(lambda: None, torch_config=3), ["torch_config must be Ray's BackendConfig, got 3"]),
-        (Payload(lambda: None, dataset_config="all"), ["dataset_config must be Ray's DataConfig, got 'all'"]),
-        (
-            Payload(lambda: None, validation_config=len),
-            ["validation_config must be Ray's ValidationConfig, got <built"],
-        ),
+        (b"torn", "cannot load train loop 'loop'"),
+        (Payload("nowhere:loop"), "'nowhere:loop'.*'nowhere'.*ModuleNotFoundError"),
+        (Payload("a_users_loops:Trainer.missing"), "'a_users_loops'.*no 'Trainer.missing'"),
+        (Payload("a_users_loops:NUMBER"), "is a int.*must be a function"),
+        (Payload("broken_loops:loop"), "cannot be imported.*RuntimeError: no licence"),
+        (Payload(lambda config, other: None), r"parameters \(config, other\); it may require none"),
+        (Payload(lambda *, config: None), r"parameters \(config\)"),
+        (Payload(lambda: None, dataset_config="all"), "dataset_config must be Ray's DataConfig, got 'all'"),
     ],
 )
-def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(
-    folder: str, payload: Payload | bytes, words: list[str]
-) -> None:
-    with pytest.raises(ConfigurationError) as failed:
-        load_payload(_spec(payload if isinstance(payload, bytes) else dump_payload(payload), sys_path=[folder]))
-    assert [word for word in words if word not in str(failed.value)] == []
+def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(folder: str, payload: Payload | bytes, says: str) -> None:
+    sent = payload if isinstance(payload, bytes) else dump_payload(payload)
+    with pytest.raises(ConfigurationError, match=says):
+        load_payload(_spec(sent, sys_path=[folder]))
 
 
 LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2})
 
 
 @pytest.mark.parametrize(
-    ("scaling", "cpus_beside", "fitting", "says"),
+    ("scaling", "cpus_beside", "expected"),
     [
-        (LARGE, 0, 8, ""),  # capacity decides, as always
-        (LARGE, 1, 0, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
-        (ScalingSettings(max_workers=12), 1, 7, ""),
-        (ScalingSettings(max_workers=12), 3, 5, ""),
-        (ScalingSettings(accelerator="gpu"), 0, 0, "need 1 GPU"),
-        (ScalingSettings(max_workers=2, placement_strategy="STRICT_SPREAD"), 0, 0, "one node without labels"),
+        (LARGE, 0, 8),  # capacity decides, as always
+        (LARGE, 1, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
+        (ScalingSettings(max_workers=12), 3, 5),
+        (ScalingSettings(accelerator="gpu"), 0, "need 1 GPU"),
+        (ScalingSettings(max_workers=2, placement_strategy="STRICT_SPREAD"), 0, "one node without labels"),
     ],
 )
 def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
-    scaling: ScalingSettings, cpus_beside: int, fitting: int, says: str
+    scaling: ScalingSettings, cpus_beside: int, expected: int | str
 ) -> None:
     told = _spec(scaling=scaling)
     told = replace(told, request=replace(told.request, cpus_beside=cpus_beside))
     joined = replace(told, cluster=ClusterSettings(address="auto"))
     assert limit_to_local_cluster(joined, {}) == scaling, "others may join it"
-    if fitting:
-        assert limit_to_local_cluster(told, {"CPU": 8.0}).max_workers == fitting
+    if isinstance(expected, int):
+        assert limit_to_local_cluster(told, {"CPU": 8.0}).max_workers == expected
         return
-    with pytest.raises(AttemptFailedError) as refused:
+    with pytest.raises(AttemptFailedError, match=expected) as refused:
         limit_to_local_cluster(told, {"CPU": 8.0})
     assert refused.value.outcome is Outcome.INVALID
-    assert says in str(refused.value)
 
 
 STORAGE = LocalStorageSettings(path="/runs")
-_DIED = WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
 
 _MIXED = RuntimeError(
     "… This means the checkpoints are not consistent.Got a mix of the following checkpoint paths: "
     "{'/run/a', '/run/b'}\nThis is unexpected -- please file a Github issue."
 )
 _PREEMPTED = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n": [1]})
-_PEER_LOST = RuntimeError("[/gloo/pair.cc:534] Connection closed by peer")
 
-ENDS: list[tuple[Exception, Outcome, str]] = [
-    (AttemptFailedError("gone", outcome=Outcome.CLUSTER_LOST, final=True), Outcome.CLUSTER_LOST, "gone"),
-    (WorkerGroupError("boom", {0: ValueError("user"), 1: ConnectionError("peer closed")}), Outcome.USER_ERROR, ""),
-    (WorkerGroupError("[Rank 1] …\n", {1: ValueError("nan\n3")}), Outcome.USER_ERROR, ": rank 1: ValueError: nan"),
-    (WorkerGroupError("boom", {0: _PEER_LOST, 1: _DIED}), Outcome.CLUSTER_LOST, ""),
-    (
-        WorkerGroupError("boom", {0: _PEER_LOST}),
-        Outcome.CLUSTER_LOST,
-        "0: RuntimeError: [/gloo/pair.cc:534] Connection closed by peer",
-    ),
-    (WorkerGroupError("boom", {0: _PEER_LOST, 1: ValueError("nan")}), Outcome.USER_ERROR, " rank 1: ValueError: nan"),
-    (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), Outcome.CLUSTER_LOST, ""),
-    (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), Outcome.INVALID, ""),
-    (ControllerError(RuntimeError("FencedOffError: attempt 1 was taken over")), Outcome.INVALID, ""),
-    (ControllerError(OSError(28, "No space left on device")), Outcome.STORAGE_ERROR, ""),
-    (ControllerError(TimeoutError(110, "the mount does not answer")), Outcome.DRIVER_LOST, ""),
-    (ControllerError(ValueError("a bug of Ray")), Outcome.DRIVER_LOST, ""),
-    (ControllerError(_MIXED), Outcome.USER_ERROR, "none may upload. The folders: {'/run/a', '/run/b'}"),
-    (ray.exceptions.ActorDiedError(), Outcome.DRIVER_LOST, ""),
-    (ray.exceptions.RaySystemError("GCS is gone"), Outcome.CLUSTER_LOST, ""),
-    (ConnectionError("GCS is gone"), Outcome.CLUSTER_LOST, "the Ray cluster was lost: GCS is gone"),
-    (TypeError("Could not serialize the function loop"), Outcome.INVALID, ""),
-    (PreemptionError(_PREEMPTED), Outcome.CLUSTER_LOST, ""),
-    (ray.exceptions.GetTimeoutError("the controller does not answer"), Outcome.CLUSTER_LOST, ""),
-    (ConfigurationError("no such run"), Outcome.INVALID, "no such run"),
-    (ModuleNotFoundError("No module named 'jax'"), Outcome.INVALID, "lacks what it needs: No module named 'jax'"),
-    (OSError(5, "I/O error"), Outcome.DRIVER_LOST, "write permission for this user"),
-    (PermissionError("read-only"), Outcome.STORAGE_ERROR, "write permission for this user"),
-    (KeyError("a bug"), Outcome.DRIVER_LOST, "the driver failed: KeyError: 'a bug'"),
+ENDS: list[tuple[Exception, str, str]] = [
+    (AttemptFailedError("gone", outcome=Outcome.CLUSTER_LOST, final=True), "cluster_lost", "gone"),
+    (WorkerGroupError("[Rank 1] …\n", {1: ValueError("nan\n3")}), "user_error", ": rank 1: ValueError: nan"),
+    (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), "cluster_lost", ""),
+    (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), "invalid", ""),
+    (ControllerError(RuntimeError("FencedOffError: attempt 1 was taken over")), "invalid", ""),
+    (ControllerError(OSError(28, "No space left on device")), "storage_error", ""),
+    (ControllerError(TimeoutError(110, "the mount does not answer")), "driver_lost", ""),
+    (ControllerError(ValueError("a bug of Ray")), "driver_lost", ""),
+    (ControllerError(_MIXED), "user_error", "none may upload. The folders: {'/run/a', '/run/b'}"),
+    (ray.exceptions.ActorDiedError(), "driver_lost", ""),
+    (ray.exceptions.RaySystemError("GCS is gone"), "cluster_lost", ""),
+    (ConnectionError("GCS is gone"), "cluster_lost", "the Ray cluster was lost: GCS is gone"),
+    (TypeError("Could not serialize the function loop"), "invalid", ""),
+    (PreemptionError(_PREEMPTED), "cluster_lost", ""),
+    (ray.exceptions.GetTimeoutError("the controller does not answer"), "cluster_lost", ""),
+    (ConfigurationError("no such run"), "invalid", "no such run"),
+    (ModuleNotFoundError("No module named 'jax'"), "invalid", "lacks what it needs: No module named 'jax'"),
+    (PermissionError("read-only"), "storage_error", "write permission for this user"),
+    (KeyError("a bug"), "driver_lost", "the driver failed: KeyError: 'a bug'"),
 ]
 
 
 @pytest.mark.parametrize(("error", "outcome", "says"), ENDS)
-def test_what_was_raised_in_fit_or_around_it_becomes_an_outcome(error: Exception, outcome: Outcome, says: str) -> None:
+def test_what_was_raised_in_fit_or_around_it_becomes_an_outcome(error: Exception, outcome: str, says: str) -> None:
     ended = final_event_of_error(error, STORAGE)
-    assert (ended.outcome, ended.final) == (outcome, getattr(error, "final", False))
+    assert (ended.outcome.value, ended.final) == (outcome, getattr(error, "final", False))
     assert ended.message.endswith(says)
 
 
 @pytest.mark.parametrize(
-    ("said", "outcome"),
-    [("timed_out", Outcome.TIMED_OUT), ("cancelled", Outcome.CANCELLED), ("", Outcome.DRIVER_LOST)],
+    ("said", "outcome"), [("timed_out", "timed_out"), ("cancelled", "cancelled"), ("", "driver_lost")]
 )
-def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(
-    tmp_path: Path, said: str, outcome: Outcome
-) -> None:
+def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(tmp_path: Path, said: str, outcome: str) -> None:
     (tmp_path / "stop").write_text(said)
-    assert final_event_of_signal(_spec(), tmp_path / "spec").outcome is outcome
+    assert final_event_of_signal(_spec(), tmp_path / "spec").outcome == outcome
 
 
-#: A driver that is told to end while it looks why its attempt has failed, by its supervisor and by the guard.
+#: A driver that is told to end while the error of its attempt is judged, by its supervisor and by the guard.
 _ENDED_WHILE_JUDGED = """
 import os, signal, sys
 from prefect_elastic_train.driver import __main__ as driver
 
 driver.Attempt.run = lambda self: 1 / 0
-driver.Attempt.find_successor = lambda self: os.kill(os.getpid(), signal.SIGINT)
+driver.final_event_of_error = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 driver.main(sys.argv[1:])
 """
 
@@ -262,46 +228,49 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
 def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_noted_for_other_runs(
     driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, away = tmp_path / "output", threading.Event()
+    away = threading.Event()
     monkeypatch.setattr(attempt, "EXIT_STEP_SECONDS", 0.2)
     monkeypatch.setattr(LocalRunStore, "file_sizes", lambda self, folder: time.sleep(0.2) or {})
     monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.2))
     monkeypatch.setattr(attempt, "record_completed_run", lambda storage, name: away.wait(20))
-    driver.begin()
-    before = told.read_text().count('"controller_alive"')
-    driver.recorder.set_activity("")
+    output = tmp_path / "output"
+
+    def heartbeats_during(step: Callable[[], object]) -> int:
+        driver.recorder.set_activity("")
+        before = output.read_text().count('"controller_alive"')
+        step()
+        return output.read_text().count('"controller_alive"') - before
+
+    assert heartbeats_during(driver.begin) > 3
     with monkeypatch.context() as slow:
         slow.setattr(attempt, "newest_attempt_number", lambda store: time.sleep(0.2) or 1)
-        assert driver.find_successor() is None
-    assert (looked := told.read_text().count('"controller_alive"')) - before > 3
-    driver.recorder.set_activity("")
+        assert heartbeats_during(driver.find_successor) > 3
+    ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={})
     began = time.monotonic()
-    driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
+    assert heartbeats_during(lambda: driver.close(ended)) > 3
     assert time.monotonic() - began < 5
     away.set()
-    wait_for(lambda: '"attempt_ended"' in told.read_text(), 10, "the final event")
-    assert before > 3
-    assert told.read_text().count('"controller_alive"') - looked > 3
+    wait_for(lambda: '"attempt_ended"' in output.read_text(), 10, "the final event")
 
 
 def test_a_driver_shows_since_when_its_storage_neither_answers_nor_fails(
     driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, standing = tmp_path / "output", tmp_path / "mnist" / "standing"
+    standing = tmp_path / "mnist" / "standing"
     monkeypatch.setattr(retries, "_REPORT_SECONDS", 0.2)
     standing.parent.mkdir(exist_ok=True)
     os.mkfifo(standing)  # a reader hangs until somebody writes, as on a hard mount whose server is away
     reading = threading.Thread(target=driver.store.read, args=["standing"])
     reading.start()
-    wait_for(lambda: '"doing":"waiting for the storage"' in output.read_text(), 10, "the heartbeat")
+    wait_for(lambda: '"doing":"waiting for the storage"' in (tmp_path / "output").read_text(), 10, "the heartbeat")
     standing.write_bytes(b"there it is")
     reading.join(10)
     assert retries.waiting_since() is None
 
 
-@pytest.mark.parametrize(("successor", "outcome"), [("1", Outcome.SUPERSEDED), ("2", Outcome.INVALID)])
+@pytest.mark.parametrize(("successor", "outcome"), [("1", "superseded"), ("2", "invalid")])
 def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_over(
-    driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: str, outcome: Outcome
+    driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: str, outcome: str
 ) -> None:
     patience: list[float] = []
     driver.begin()
@@ -309,15 +278,13 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     driver._heartbeat.stop()  # else it may see the successor first, and interrupt this process
     monkeypatch.setattr(LocalRunStore, "with_retry_limit", lambda self, seconds: patience.append(seconds) or self)
     monkeypatch.setattr(attempt, "count_signals", lambda: 1)
-    assert driver.find_successor() is None
     first, second = (tmp_path / "mnist" / layout.attempt_name(number) for number in (1, 2))
     record = json.loads(first.read_text())
     record["owner"]["flow_run_id"] = successor
+    assert driver.find_successor() is None
     second.write_text(json.dumps(record))
-    ended = driver.find_successor()
-    driver.close(AttemptEnded(outcome=outcome))
-    assert ended is not None
-    assert ended.outcome is outcome
+    driver.close(AttemptEnded(outcome=Outcome.DRIVER_LOST))
+    wait_for(lambda: f'"outcome":"{outcome}"' in (tmp_path / "output").read_text(), 10, "the final event")
     assert patience[:2] == [1.0, 1.0]
 
 

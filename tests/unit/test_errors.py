@@ -1,99 +1,53 @@
 """Ray's output and errors of ranks: separated from output of the user's code, deduplicated, and shortened."""
 
-from __future__ import annotations
-
 import logging
 import time
 from itertools import chain
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from ray._private.log import PlainRayHandler
 from ray.train.v2._internal.execution import context
 
-from prefect_elastic_train.core import causes, ray_output
+from prefect_elastic_train.controller.failures import causes_of
+from prefect_elastic_train.core import ray_output
+from prefect_elastic_train.core.causes import Cause, describe_causes, format_ranks, last_error_line, short_message
+from prefect_elastic_train.core.events import WorkerFailed, decode_event, encode_event
 from prefect_elastic_train.orchestration.logs import RunLog
-
-TRACEBACK = """Traceback (most recent call last):
-  File "/work/train.py", line 31, in loop
-    step(batch)
-  File "/work/model.py", line 7, in step
-    raise ValueError(f"bad batch {number}")
-ValueError: bad batch 17
-"""
-
-GROUP = """  + Exception Group Traceback (most recent call last):
-  |   File "/work/train.py", line 31, in loop
-  |     raise ExceptionGroup("two readers", caught)
-  | ExceptionGroup: two readers (2 sub-exceptions)
-  +-+---------------- 1 ----------------
-    | Traceback (most recent call last):
-    |   File "/work/train.py", line 9, in read
-    |     raise ValueError("bad batch 17")
-    | ValueError: bad batch 17
-    +---------------- 2 ----------------
-    | ExceptionGroup: inner (1 sub-exception)
-    +-+---------------- 1 ----------------
-      | KeyError: 'labels'
-      +------------------------------------
-"""
 
 DEATH = """ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
 The actor is dead because its worker process has died.
-"""
-
-CONNECTION = """Traceback (most recent call last):
-  File "/torch/distributed.py", line 1, in all_reduce
-    work.wait()
-RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:3412
 """
 NO_ANSWER = f"WorkerHealthCheckFailedError: A worker health check failed.\nWorker info: Worker(…)\n{DEATH}"
 EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: "
 
 
 def test_errors_of_a_thousand_ranks_that_differ_only_in_numbers_count_as_one() -> None:
-    errors = {rank: f"RuntimeError: rank {rank} lost 10.0.0.{rank % 256} at 0x{rank:012x}" for rank in range(1000)}
-    texts, also = causes.distinct_errors(errors)
-    assert (texts, also) == ({"0": errors[0]}, {"0": list(range(1, 1000))})
-    assert causes.causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
-    result = causes.distinct_errors({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
-    assert result == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
+    errors = {rank: RuntimeError(f"rank {rank} lost 10.0.0.{rank % 256} at 0x{rank:012x}") for rank in range(1000)}
+    message = "RuntimeError: rank 0 lost 10.0.0.0 at 0x000000000000"
+    assert causes_of(errors) == [Cause([*range(1000)], message, traceback=message)]
+    mixed = causes_of({7: OSError("x 7"), 3: OSError("x 3"), 11: OSError("y"), 5: OSError("x 5"), 2: OSError("y")})
+    assert [cause.ranks for cause in mixed] == [[2, 11], [3, 5, 7]]
 
 
 def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forgotten() -> None:
-    whole = "x" * 50_000 + "\nValueError: the end"
-    assert causes.distinct_errors({0: whole})[0]["0"] == whole
-    (cut,) = causes.distinct_errors({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
-    assert len(cut) <= 100_000
-    assert (cut[:3], "bytes left out" in cut, cut[-7:]) == ("yyy", True, "the end")
-    errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
-    texts, also = causes.distinct_errors(errors)
-    assert sum(map(len, texts.values())) <= 400_000
-    thousands = causes.distinct_errors({rank: chr(0x4E00 + rank) * 500 for rank in range(5000)})[0]
-    assert sum(len(text.encode()) for text in thousands.values()) <= 500_000, "an event has room for so much"
-    assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == [*range(1000)]
+    whole = "x" * 50_000 + "\nthe end"
+    assert causes_of({0: OSError(whole)})[0].traceback == f"OSError: {whole}"
+    (cut,) = causes_of({0: OSError("y" * 1_000_000 + "\nthe end")})
+    assert len(cut.traceback) <= 100_000
+    assert (cut.traceback[:10], "bytes left out" in cut.traceback, cut.traceback[-7:]) == (
+        "OSError: y",
+        True,
+        "the end",
+    )
+    thousands = causes_of({rank: OSError(chr(0x4E00 + rank) * 5000) for rank in range(5000)})
+    event = decode_event(encode_event(WorkerFailed(causes=thousands, retried=True)))
+    assert isinstance(event, WorkerFailed)
+    assert sorted(chain.from_iterable(cause.ranks for cause in event.causes)) == [*range(5000)]
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        (TRACEBACK, "ValueError: bad batch 17"),
-        (f"{TRACEBACK}\nDuring handling:\n\n{CONNECTION}", "RuntimeError: [/gloo/pair.cc:534]"),
-        (TRACEBACK.replace("17", "17\n  of two\n"), "ValueError: bad batch 17 of two"),
-        (GROUP, "ExceptionGroup: two readers (2 sub-exceptions); ValueError: bad batch 17; ExceptionGroup: in"),
-        (f"{GROUP}\nDuring handling:\n\n{TRACEBACK}", "ValueError: bad batch 17"),
-        (" \n\n", "no reason given"),
-        ("a\nb\n", "a"),
-    ],
-)
-def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text: str, cause: str) -> None:
-    assert causes.causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
+    ("text", "message"),
     [
         (DEATH, "The actor is dead because its worker process has died."),
         (f"{EXIT}Worker unexpectedly exits with a connection error code 2.", "its process was killed or has crashed"),
@@ -102,38 +56,33 @@ def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text
         (NO_ANSWER.replace("is dead because its worker process", "died because its node"), "because its node has died"),
         ("WorkerHealthCheckFailedError: x\nTask was killed: low on memory.\nTop 10:\n5", "killed: low on memory."),
         ("x\nThe node 17 died at noon\ny", "The node 17 died at noon"),
-        ("WorkerHealthCheckFailedError: x\ny", "WorkerHealthCheckFailedError: x"),
+        ("\n WorkerHealthCheckFailedError: x\ny", "WorkerHealthCheckFailedError: x"),
+        (
+            'The actor died because of an error, ray::X()\n  File "x.py", line 3, in f\n    g()\nOSError: a\n  b\n',
+            "OSError: a b",
+        ),
+        (" \n\n", "no reason given"),
     ],
 )
-def test_the_death_of_a_process_has_its_reason_as_cause(text: str, cause: str) -> None:
-    assert cause in causes.causes({"0": text}, {})[0]
-    assert causes.loop_errors({"0": text}) == {}
+def test_a_message_of_ray_is_shortened_to_the_reason_of_a_death_or_error_or_to_its_first_line(
+    text: str, message: str
+) -> None:
+    assert message in short_message(text)
+    assert len(short_message(text)) < 200
 
 
-def test_deaths_and_errors_of_the_loop_are_causes_and_their_consequences_on_other_ranks_are_not() -> None:
-    result = causes.causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
-    assert result == ["ranks 3-4: The actor is dead because its worker process has died."]
-    raised = TRACEBACK.replace("ValueError: bad batch 17", "RuntimeError: prefetch worker died: out of shm\nand more")
-    errors = {"0": raised, "1": NO_ANSWER, "2": CONNECTION, "3": CONNECTION.replace("gloo", "NCCL")}
-    assert causes.loop_errors(errors) == {"0": raised}, "whatever its text"
-    assert causes.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm and more"
-    assert len(causes.causes(errors, {})) == 2
-    assert causes.loop_errors({"0": CONNECTION, "1": DEATH}) == {}
-    assert causes.causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == [
-        "rank 1: connection reset by peer"
-    ]
-    assert causes.loop_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless there is no other error"
-
-
-def test_only_some_causes_are_shown_and_the_rest_is_counted() -> None:
-    errors = {str(rank): f"{'ABCDEFGHIJ'[rank]}Error: x" for rank in range(10)}
-    result = causes.causes(errors, {})
-    assert result == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
-    assert causes.causes({}, {}) == []
+def test_leading_causes_are_shown_with_their_ranks_and_the_rest_is_counted() -> None:
+    broken = Cause([0, 1, 2], "RuntimeError: closed by peer", is_consequence=True)
+    died = Cause([3], "the node died")
+    assert describe_causes([broken, died], {3: "pid 7, node a"}) == ["rank 3 (pid 7, node a): the node died"]
+    assert describe_causes([broken], {0: "pid 7"}) == ["ranks 0-2: RuntimeError: closed by peer"]  # it is the only one
+    several = [Cause([rank], f"{'ABCDE'[rank]}Error: x") for rank in range(5)]
+    assert describe_causes([*several, broken])[2:] == ["rank 2: CError: x", "and 2 other errors"]
+    assert describe_causes([]) == []
 
 
 @pytest.mark.parametrize(
-    ("lines", "cause"),
+    ("lines", "error"),
     [
         (["ValueError: a", "torch.cuda.OutOfMemoryError: b. Tried to", "  bye"], "torch.cuda.OutOfMemoryError: b"),
         (
@@ -144,35 +93,27 @@ def test_only_some_causes_are_shown_and_the_rest_is_counted() -> None:
         (["all is well"], ""),
     ],
 )
-def test_the_last_error_that_a_process_has_written_is_its_cause(lines: list[str], cause: str) -> None:
-    assert causes.last_error_line(lines) == cause
+def test_the_last_error_that_a_process_has_written_is_its_cause(lines: list[str], error: str) -> None:
+    assert last_error_line(lines) == error
 
 
 @pytest.mark.parametrize("text", ["node ", "A", "Error", "worker is ", "node x\n"])
 def test_no_text_takes_long_to_look_through(text: str) -> None:
     began = time.process_time()
-    causes.causes(*causes.distinct_errors({0: text * (60_000 // len(text))}))
+    short_message(text * (60_000 // len(text)))
     assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "text"),
     [
         ([4], "rank 4"),
         ([7, 3, 2, 1, 0], "ranks 0-3, 7"),
-        (range(1000), "ranks 0-999"),
         (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
     ],
 )
-def test_ranks_are_formatted_as_spans(ranks: list[int], words: str) -> None:
-    assert causes.format_ranks(ranks) == words
-
-
-@given(st.dictionaries(st.integers(0, 2000), st.text(max_size=50), max_size=30))
-def test_every_rank_is_in_one_group(errors: dict[int, str]) -> None:
-    texts, also = causes.distinct_errors(errors)
-    assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == sorted(errors)
-    causes.causes(texts, also)
+def test_ranks_are_formatted_as_spans(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
 
 
 RAYS = [
@@ -219,31 +160,28 @@ def test_a_log_record_of_ray_is_a_detail_with_all_its_lines(caplog: pytest.LogCa
         *(("DEBUG", f"[stderr] {line}") for line in record),
         ("INFO", "[stderr] mine too"),
     ]
-    assert [line[9:] for line in details.content().decode().splitlines()] == record, "behind the time of day"
+    assert [line[9:] for line in details.content().decode().splitlines()] == record  # behind the time of day
 
 
 def test_ray_train_is_silent_in_a_worker_and_the_loops_log_records_have_their_level(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
-    before = root.handlers[:], trains.handlers[:], trains.propagate, trains.level, context.logger.parent
-    try:
-        for logger in (root, trains):  # as Ray Train's configuration of a worker has it
-            logger.addHandler(console)
-        trains.propagate = False
-        trains.setLevel(logging.DEBUG)
-        ray_output.silence_ray_train()
-        context.logger.warning("Reporting training result 1")
-        assert not caplog.records, "it would reach the root"
-        levels = [level for level in (logging.INFO, logging.WARNING) if context.logger.isEnabledFor(level)]
-        assert levels == [logging.WARNING], "a line for each report would fill the disk of Ray's logs"
-        assert (console in root.handlers, console in trains.handlers) == (True, False)
-        assert (
-            console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3", "levelname": "ERROR"}))
-            == "ERROR: epoch 3"
-        )
-    finally:
-        root.handlers, trains.handlers, trains.propagate, trains.level, context.logger.parent = before
+    for logger in (root, trains):  # as Ray Train's configuration of a worker has it
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, console])
+    for owner, name, value in (
+        (trains, "propagate", False),
+        (trains, "level", logging.DEBUG),
+        (context.logger, "parent", context.logger.parent),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    ray_output.silence_ray_train()
+    context.logger.warning("Reporting training result 1")
+    assert not caplog.records  # it would reach the root
+    assert [context.logger.isEnabledFor(level) for level in (logging.INFO, logging.WARNING)] == [False, True]
+    assert (console in root.handlers, console in trains.handlers) == (True, False)
+    record = logging.makeLogRecord({"msg": "epoch 3", "levelname": "ERROR"})
+    assert console.plain_handler.format(record) == "ERROR: epoch 3"
 
 
 def test_only_the_newest_details_are_kept() -> None:

@@ -2,8 +2,6 @@
 and ending what a run has started, also by its guard; and the head of a local cluster, as far as it needs no Ray.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets
@@ -15,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,8 +27,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.driver import prestarted
-from prefect_elastic_train.supervisor import driver_handle, driver_starter, local_cluster
-from prefect_elastic_train.supervisor import training_processes as runtime_module
+from prefect_elastic_train.supervisor import driver_handle, local_cluster
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
@@ -58,12 +55,19 @@ class Supervisor(Follower):
         self.lines: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.settings = ElasticTrainSettings(liveness_timeout_seconds=60, stop_grace_seconds=0.1)
+        self._runtimes: list[TrainingProcesses] = []
 
     def runtime(self, code: str) -> TrainingProcesses:
         """Return what runs attempts whose drivers run some code."""
         runtime = TrainingProcesses(self.settings, self)
         runtime.driver_command = (sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}")
+        self._runtimes.append(runtime)
         return runtime
+
+    def close(self) -> None:
+        """End all processes."""
+        for runtime in self._runtimes:
+            runtime.close()
 
     def on_event(self, event: ev.Event, replayed: bool) -> None:
         self.events.append(event)
@@ -76,18 +80,15 @@ class Supervisor(Follower):
 
     def follow(self, code: str) -> ev.AttemptEnded:
         """Follow a driver that runs some code to its end."""
-        runtime = self.runtime(code)
-        try:
-            return runtime.run_attempt(SPEC)
-        finally:
-            runtime.close()
+        return self.runtime(code).run_attempt(SPEC)
 
 
 @pytest.fixture
-def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     """A supervisor without a cluster."""
     monkeypatch.setattr(driver_handle, "_PIPE_SECONDS", 0.3)
-    return Supervisor()
+    with closing(Supervisor()) as supervisor:
+        yield supervisor
 
 
 #: Lines with a tag that are no events.
@@ -157,12 +158,9 @@ def test_a_driver_whose_signs_of_life_lie_unread_since_its_supervisor_stood_stil
 
     supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=2, stop_grace_seconds=0.1)
     alive = _say(ev.ControllerAlive(doing="RUNNING", seconds=1))
-    runtime = supervisor.runtime(_say(STARTED) + f"for _ in range(20):\n    time.sleep(0.2)\n    {alive}" + _say(LAST))
     supervisor.on_event = stand_still  # type: ignore[method-assign]
-    try:
-        assert runtime.run_attempt(SPEC) == LAST
-    finally:
-        runtime.close()
+    code = _say(STARTED) + f"for _ in range(20):\n    time.sleep(0.2)\n    {alive}" + _say(LAST)
+    assert supervisor.follow(code) == LAST
 
 
 class _Again(BaseException):
@@ -187,9 +185,9 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it
             raise TimeoutError
 
     supervisor.settings = ElasticTrainSettings(stop_grace_seconds=5)
+    supervisor.check_stop = check_stop  # type: ignore[method-assign]
     before = signal.signal(signal.SIGUSR1, again)
     try:
-        supervisor.check_stop = check_stop  # type: ignore[method-assign]
         with pytest.raises(_Again):
             supervisor.follow(code)
     finally:
@@ -207,46 +205,38 @@ print(os.getpid(), flush=True)
 def test_a_prestarted_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_with_the_training(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_starter, "_PRESTART_SECONDS", 0)
+    monkeypatch.setattr(driver_handle, "_PRESTART_SECONDS", 0)
     runtime = supervisor.runtime(_PRESTARTED + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
-    monkeypatch.setattr(runtime_module, "_DRIVER", runtime.driver_command)
     prestarted_pids = list[int]()
-    try:
-        for variable in ("A", "A", "B"):
-            monkeypatch.setenv(variable, "1")
-            runtime.run_attempt(SPEC)
-            assert runtime._starter.prestarted is not None
-            prestarted_pids.append(runtime._starter.prestarted.pid)
-    finally:
-        runtime.close()
+    for variable in ("A", "A", "B"):
+        monkeypatch.setenv(variable, "1")
+        runtime.run_attempt(SPEC)
+        assert runtime._starter.prestarted is not None
+        prestarted_pids.append(runtime._starter.prestarted.pid)
+    supervisor.close()
     first, second, third = [int(line) for source, line in supervisor.lines if source == "driver"]
     assert second == prestarted_pids[0]
     assert third not in prestarted_pids, "it would not see what has changed"
     assert not any(psutil.pid_exists(pid) for pid in (first, *prestarted_pids))
 
 
-def test_a_prestarted_driver_ends_with_its_supervisor() -> None:
-    command = [sys.executable, "-m", "prefect_elastic_train.driver", "--prestarted", "none"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(3)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(120) == 0  # its imports are done first
-
-
-def test_a_prestarted_driver_exits_without_memory_unless_it_is_needed_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prestarted_driver_exits_with_its_supervisor_and_without_memory_unless_it_is_needed_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prestarted, "memory_left", lambda: -1.0)
     monkeypatch.setattr(prestarted, "import_ahead", lambda modules: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", sys.exit)
     reader, writer = os.pipe()
-    with open(reader) as stdin, open(writer, "w") as stream:
+    with open(reader) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
+        with open(writer, "w") as stream:
+            with pytest.raises(SystemExit):
+                prestarted.wait_for_spec("none")
+            print("/run/spec", file=stream, flush=True)
+            assert prestarted.wait_for_spec("none") == Path("/run/spec")
         with pytest.raises(SystemExit):
             prestarted.wait_for_spec("none")
-        print("/run/spec", file=stream, flush=True)
-        assert prestarted.wait_for_spec("none") == Path("/run/spec")
 
 
 def test_the_steps_of_a_cancellation_fit_into_the_time_before_a_runner_kills() -> None:
@@ -327,34 +317,38 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(LocalCluster, "_command", lambda self, port, folder: [sys.executable, "-c", _HEAD, str(port)])
-    lines, runtime = supervisor.lines, supervisor.runtime(_JOINING)
-    wanted = spec(cluster=ClusterSettings())
-    try:
-        assert {runtime.run_attempt(wanted).outcome for _ in range(2)} == {Outcome.COMPLETED}
-        assert lines[0] == lines[1], "the same cluster"
-        Path("lingers").touch()
-        heads = [one for one in psutil.Process().children() if _HEAD in one.cmdline()]
-        assert len(heads) == 1
-        threading.Timer(1.0, heads[0].terminate).start()
-        lost = runtime.run_attempt(wanted)
-        assert lost.outcome is Outcome.CLUSTER_LOST
-        assert lost.message.endswith("has died: gcs_server [exit code=-9]")
-        Path("lingers").unlink()
-        assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
-        assert lines[-1][1].startswith("joined 127.0.0.1:")
-        assert lines[-1] != lines[0]
-        second = lines[-1]
-        Path("is lost").touch()
-        assert runtime.run_attempt(wanted).outcome is Outcome.CLUSTER_LOST
-        assert lines[-1] == second
-        Path("is lost").unlink()
-        assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
-        assert lines[-1] != second, "the head had not died, but was of no use"
-        assert len([one for one in psutil.Process().children() if _HEAD in one.cmdline()]) == 1
-    finally:
-        runtime.close()
-    assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
+    monkeypatch.setattr(LocalCluster, "_command", lambda self: [sys.executable, "-c", _HEAD, self.address[10:]])
+    runtime = supervisor.runtime(_JOINING)
+
+    def join() -> ev.AttemptEnded:
+        return runtime.run_attempt(spec(cluster=ClusterSettings()))
+
+    def heads() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if _HEAD in child.cmdline()]
+
+    def on_line(source: str, text: str) -> None:
+        supervisor.lines.append((source, text))
+        if text.startswith("joined") and Path("lingers").exists():
+            [head] = heads()
+            head.terminate()
+
+    supervisor.on_line = on_line  # type: ignore[method-assign]
+    assert {join().outcome for _ in range(2)} == {Outcome.COMPLETED}
+    Path("lingers").touch()
+    lost = join()
+    assert lost.outcome is Outcome.CLUSTER_LOST
+    assert lost.message.endswith("has died: gcs_server [exit code=-9]")
+    Path("lingers").unlink()
+    assert join().outcome is Outcome.COMPLETED
+    Path("is lost").touch()
+    assert join().outcome is Outcome.CLUSTER_LOST
+    Path("is lost").unlink()
+    assert join().outcome is Outcome.COMPLETED
+    first, same, dying, second, of_no_use, third = [line for _, line in supervisor.lines if line.startswith("joined")]
+    assert first == same == dying != second == of_no_use != third, "a head that has not died was of no use, either"
+    assert len(heads()) == 1
+    supervisor.close()
+    assert heads() == []
 
 
 def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted(
@@ -366,36 +360,26 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
     monkeypatch.setattr(
         LocalCluster,
         "_command",
-        lambda self, port, folder: [sys.executable, "-c", heads, str(port), str(len(self._claims.gpus))],
+        lambda self: [sys.executable, "-c", heads, self.address[10:], str(len(self._claims.gpus))],
     )
-    other = Supervisor()
-    first, second, notes = supervisor.runtime(_JOINING), other.runtime(_JOINING), other.notes
     scaling = ScalingSettings(accelerator="gpu", capacity_timeout_seconds=1.5)
     limited, patient = spec(scaling=scaling), spec(scaling=ScalingSettings(accelerator="gpu"))
-    try:
-        assert first.run_attempt(limited).outcome is Outcome.COMPLETED
-        in_use = f"GPU {gpu} is used by training 'mnist' (pid {os.getpid()}); the local cluster waits for GPUs: 1"
+    first = supervisor.runtime(_JOINING)
+    assert first.run_attempt(limited).outcome is Outcome.COMPLETED
+    in_use = f"GPU {gpu} is used by training 'mnist' (pid {os.getpid()}); the local cluster waits for GPUs: 1"
+    with closing(Supervisor()) as other:
         with pytest.raises(AttemptFailedError) as caught:
-            second.run_attempt(limited)
+            other.runtime(_JOINING).run_attempt(limited)
         assert caught.value.outcome is Outcome.TIMED_OUT
         assert str(caught.value) == f"capacity_timeout_seconds (1.5 s) have passed: {in_use}"
-        assert [note for note in notes if "GPU" in note] == [in_use]
-        second.close()
-        closing = threading.Thread(target=first.close)
-
-        def let_go(text: str, level: int = logging.INFO) -> None:
-            if text == in_use:
-                closing.start()
-
-        other.on_note = let_go  # type: ignore[method-assign]
+        assert [note for note in other.notes if "GPU" in note] == [in_use]
+        closing_first = threading.Timer(1.0, first.close)
+        closing_first.start()
+        second = other.runtime(_JOINING)
         assert second.run_attempt(patient).outcome is Outcome.COMPLETED
-        closing.join()
-        folder = second._folder
-        assert folder is not None
-        assert (folder / "r0.log").read_text().splitlines()[0] == f"{gpu} 1"
-    finally:
-        first.close()
-        second.close()
+        closing_first.join()
+        assert second._folder is not None
+        assert (second._folder / "r0.log").read_text().splitlines()[0] == f"{gpu} 1"
 
 
 #: Starts a child that starts a grandchild in a session of its own; the child ends, so the grandchild is nobody's.
@@ -539,10 +523,9 @@ def _ignores_others(pid: int) -> bool:
     return all(ignored & (1 << (number - 1)) for number in _OTHERS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_flow_process_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
     in_order = tmp_path / "in-order"
-    write_spec(spec(cluster=ClusterSettings(address="auto")), tmp_path / "spec")
+    write_spec(SPEC, tmp_path / "spec")
     with subprocess.Popen(
         [sys.executable, "-c", _FLOW, _DRIVER, _FAMILY, str(in_order)],
         stdout=subprocess.PIPE,
@@ -557,10 +540,10 @@ def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, num
             wait_for(lambda: _ignores_others(guard.pid), 10, "the guard to be on watch")
             for other in _OTHERS:
                 guard.send_signal(other)  # what ends a flow must not end its guard
-            flow.send_signal(number)
+            flow.kill()
             wait_for(lambda: not marked_processes(str(private)), 20, "the end of all marked processes")
             wait_for(lambda: not private.exists(), 5, "the end of the folder")
-            wait_for(lambda: not guard.is_running() or not _lives(guard), 5, "the guard to go")
+            wait_for(lambda: not _lives(guard), 5, "the guard to go")
             assert in_order.exists(), "the driver was asked first"
         finally:
             flow.kill()

@@ -1,7 +1,5 @@
 """Processes that are forked in place of those that Ray starts, and what becomes of these where none is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -27,31 +25,40 @@ from tests.unit.support import spec
 WORKER = """
 import json, os, random, sys
 import numpy
+jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
 about = {"imported": [name for name in ("ray", "torch._dynamo") if name in sys.modules], "arguments": sys.argv[1:]}
-about |= {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "folder": os.getcwd(), "main": __name__}
-about |= {"chance": [random.random(), numpy.random.rand()], "path": sys.path, "own": os.environ.get("RAY_OWN", "")}
-about |= {"platforms": sys.modules["jax"].config.jax_platforms if "jax" in sys.modules else "not imported"}
-about["chance"] += [sys.modules["torch"].rand(1).item()] if "torch" in sys.modules else []
-about |= {"threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0}
+about |= {"parent": os.getppid(), "folder": os.getcwd(), "main": __name__, "own": os.environ.get("RAY_OWN", "")}
+about |= {"leads": os.getpgid(0) == os.getpid(), "finds": [path for path in sys.path if os.environ["TMP"] in path]}
+about |= {"threads": torch.get_num_threads() if torch else 0, "platforms": jax.config.jax_platforms if jax else ""}
+about |= {"chance": [random.random(), numpy.random.rand(), *([torch.rand(1).item()] if torch else [])]}
 print(json.dumps(about))
 """
-
-
-class Notes(Follower):
-    """Collects notes."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on_note(self, text: str, level: int = 0) -> None:
-        self.texts.append(text)
+#: A fork server that cannot fork while there is a file "crowded".
+SERVER = """
+import os, runpy, sys
+fork = os.fork
+def fork_unless_crowded():
+    if os.path.exists("crowded"):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = fork_unless_crowded
+sys.path[0] = os.getcwd()  # as "python -m" does
+sys.argv = ["fork_server", sys.argv[1], "1"]
+runpy.run_module("prefect_elastic_train.supervisor.fork_server", run_name="__main__")
+"""
+#: A request that is given up before the first imports of Ray are done.
+HASTY = """
+from prefect_elastic_train.supervisor import forked_worker
+forked_worker._FORK_SECONDS = 0.1
+forked_worker.request_fork()
+"""
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
-    own = {FORK_SERVER_VARIABLE: str(tmp_path / "fork"), forked_worker.WORKER_VARIABLE: str(program)}
+    own = {FORK_SERVER_VARIABLE: f"{tmp_path}/fork", forked_worker.WORKER_VARIABLE: str(program), "TMP": str(tmp_path)}
     return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | own
 
 
@@ -60,19 +67,18 @@ def server(
     environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[bytes]]:
     framework = getattr(request, "param", "torch")
-    command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", framework, "1"]
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
-    wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
-    yield process
-    process.kill()
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", SERVER, framework], env=environment, cwd=tmp_path) as process:
+        wait_for((tmp_path / "fork").exists, 60, "the socket")
+        yield process
+        process.kill()
 
 
 def _worker(environment: dict[str, str], folder: Path, *arguments: str) -> dict[str, Any]:
     """What a worker says of itself, which Ray has started with the output and the folder of this process."""
-    out, program = folder / f"out-{len(list(folder.glob('out-*')))}", forked_worker.__file__
+    out = folder / "out"
     with out.open("wb") as stream:
-        subprocess.run([sys.executable, program, *arguments], env=environment, stdout=stream, cwd=folder, check=True)
+        command = [sys.executable, forked_worker.__file__, *arguments]
+        subprocess.run(command, env=environment, stdout=stream, cwd=folder, check=True)
     wait_for(lambda: out.read_text().endswith("\n"), 60, "a worker")
     about: dict[str, Any] = json.loads(out.read_text())
     return about
@@ -83,15 +89,23 @@ def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    one, other = (_worker(environment | {"RAY_OWN": own}, folder, "--id", own) for own in ("1", "2"))
-    assert one["imported"] == other["imported"] == ["ray", "torch._dynamo"]
-    for about, own in ((one, "1"), (other, "2")):
-        assert (about["arguments"], about["own"], about["main"]) == (["--id", own], own, "__main__")
-        assert (about["parent"], about["group"]) == (server.pid, about["pid"]), "Ray ends the group of one that is gone"
-        assert about["folder"] == str(folder)
-        assert str(tmp_path) not in about["path"]
-        assert about["threads"] == 1
-    assert not {*one["chance"]} & {*other["chance"]}, "each has its own chance"
+    chances = set[float]()
+    for own in ("1", "2"):
+        about = _worker(environment | {"RAY_OWN": own}, folder, "--id", own)
+        chances |= {*about.pop("chance")}
+        assert about == {
+            "imported": ["ray", "torch._dynamo"],
+            "arguments": ["--id", own],
+            "own": own,
+            "main": "__main__",
+            "parent": server.pid,
+            "leads": True,  # Ray ends the group of one that is gone
+            "folder": str(folder),
+            "finds": [],
+            "threads": 1,
+            "platforms": "",
+        }
+    assert len(chances) == 6, "each has its own chance"
     wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of both")
 
 
@@ -104,63 +118,30 @@ def test_jax_chooses_its_platform_anew_in_a_forked_worker(
 
 
 def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(
-    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = tmp_path / "late.py"
-    late.write_text("open(__file__ + '.ran', 'w').close()")
-    with monkeypatch.context() as own:
-        own.setattr(os, "environ", environment)
-        own.setattr(forked_worker, "_FORK_SECONDS", 0.1)
-        with pytest.raises(TimeoutError):
-            forked_worker.request_fork([str(late)])  # which has the first imports of Ray to wait for
-    assert _worker(environment, tmp_path)["parent"] == server.pid
-    wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of all")
-    assert [one.name for one in tmp_path.glob("late*")] == ["late.py"], "its launcher has become that worker by itself"
-
-
-#: A fork server that cannot fork while there is a file "crowded".
-_CROWDED = """
-import os, runpy, sys
-fork = os.fork
-def fork_unless_crowded():
-    if os.path.exists("crowded"):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-    return fork()
-os.fork = fork_unless_crowded
-sys.argv = ["fork_server", "none", "1"]
-runpy.run_module("prefect_elastic_train.supervisor.fork_server", run_name="__main__")
-"""
-
-
-def test_a_worker_that_cannot_be_forked_boots_by_itself(environment: dict[str, str], tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _CROWDED], env=environment, cwd=tmp_path) as server:
-        try:
-            wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
-            _worker(environment, tmp_path)  # the first request, which does the imports
-            assert _worker(environment, tmp_path)["parent"] == server.pid
-            (tmp_path / "crowded").touch()
-            assert _worker(environment, tmp_path)["parent"] == os.getpid()
-        finally:
-            server.kill()
-
-
-def test_a_worker_with_variables_of_its_own_boots_by_itself(
     server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    about = _worker(environment | {"TORCHDYNAMO_VERBOSE": "1"}, tmp_path, "--id", "1")
-    assert (about["imported"], about["arguments"], about["parent"]) == ([], ["--id", "1"], os.getpid())
+    hasty = subprocess.run([sys.executable, "-c", HASTY], env=environment, capture_output=True, text=True, cwd="/")
+    assert "TimeoutError" in hasty.stderr
+    assert _worker(environment, tmp_path)["parent"] == server.pid
+    wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of all")
+    assert hasty.stdout == ""
 
 
-@pytest.mark.parametrize("is_left", [False, True], ids=["never there", "killed"])
-def test_without_a_server_a_worker_boots_by_itself(
-    environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest, is_left: bool
+@pytest.mark.parametrize("why", ["crowded", "own variables", "never there", "killed"])
+def test_a_worker_that_is_not_forked_boots_by_itself(
+    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path, why: str
 ) -> None:
-    if is_left:
-        server = request.getfixturevalue("server")
+    if why == "crowded":
+        (tmp_path / "crowded").touch()
+    elif why == "own variables":
+        environment["TORCHDYNAMO_VERBOSE"] = "1"
+    else:
         server.kill()
         server.wait()
-        assert Path(environment[FORK_SERVER_VARIABLE]).exists()
-    assert _worker(environment, tmp_path)["parent"] == os.getpid()
+        if why == "never there":
+            (tmp_path / "fork").unlink()
+    about = _worker(environment, tmp_path, "--id", "1")
+    assert (about["imported"], about["arguments"], about["parent"]) == ([], ["--id", "1"], os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -174,35 +155,32 @@ def test_without_a_server_a_worker_boots_by_itself(
 def test_why_a_fork_server_has_ended_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str
 ) -> None:
-    notes = Notes()
-    monkeypatch.setattr(LocalCluster, "_command", lambda *_: ["sleep", "100"])
+    notes = list[str]()
+    follower = Follower()
+    follower.on_note = lambda text, level=0: notes.append(text)  # type: ignore[method-assign]
+    monkeypatch.setattr(LocalCluster, "_command", lambda *_: ["true"])
     cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
     if fails:
-        cluster._fork_variables[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
         cluster._environment[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
     cluster.start()
     server = cluster._fork_server
     assert server is not None
-    assert cluster._head is not None
-    try:
-        if not fails:
-            server.kill()
-        server.wait(60)
-        cluster.check_fork_server(notes)
-        cluster.check_fork_server(notes)
-    finally:
+    if not fails:
         server.kill()
-        cluster._head.kill()
-        cluster._head.wait()
-    assert notes.texts == [f"Workers are not forked, and take longer to start: {reason}"]
+    server.wait(60)
+    wait_for(cluster.is_dead, 10, "the end of the head")
+    cluster.check_fork_server(follower)
+    cluster.check_fork_server(follower)
+    assert notes == [f"Workers are not forked, and take longer to start: {reason}"]
 
 
-def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(tmp_path: Path) -> None:
-    for given, all_of_them in ((4, 6), (0, len(os.sched_getaffinity(0)) + 2)):
-        asked = spec(cluster=ClusterSettings(num_cpus=given))
-        asked = replace(asked, request=replace(asked.request, cpus_beside=2))
-        command = LocalCluster(asked, tmp_path, {**os.environ}, DeviceClaims())._command("1", tmp_path)
-        assert f"--num-cpus={all_of_them}" in command
+@pytest.mark.parametrize(("given", "all_of_them"), [(4, 6), (0, len(os.sched_getaffinity(0)) + 2)])
+def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(
+    tmp_path: Path, given: int, all_of_them: int
+) -> None:
+    request = replace(spec().request, cpus_beside=2)
+    cluster = LocalCluster(spec(request, cluster=ClusterSettings(num_cpus=given)), tmp_path, {}, DeviceClaims())
+    assert f"--num-cpus={all_of_them}" in cluster._command()
 
 
 def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
 """The run's history in the run directory, and results."""
 
-from __future__ import annotations
-
 import errno
 import itertools
-import json
 import uuid
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,8 @@ from prefect_elastic_train.runs.inspecting import make_result
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
-from tests.unit.support import Training, begin
+from tests.unit.ray_storage import Ray
+from tests.unit.support import SteppedStore, Training, begin
 
 STARTED = ev.AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
 
@@ -33,12 +31,10 @@ def _result(*arguments: Any, **more: Any) -> TrainingResult:
 
 
 def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> ev.Report:
-    metrics = {"step": index, "text": "x" * size}
+    fields = {"index": index, "at": at, "metrics": {"step": index, "text": "x" * size}}
     if checkpoint:
-        return ev.CheckpointCommitted(
-            index=index, at=at, metrics=metrics, world_size=1, checkpoint=checkpoint, size_bytes=1
-        )
-    return ev.Reported(index=index, at=at, metrics=metrics, world_size=1)
+        return ev.CheckpointCommitted(checkpoint=checkpoint, size_bytes=1, **fields)
+    return ev.Reported(**fields)
 
 
 def _reports(first: int, last: int) -> list[ev.Report]:
@@ -108,7 +104,7 @@ def test_the_longer_a_worker_group_the_fewer_of_its_reports_are_kept_up_to_a_bou
 
 
 def test_how_far_the_training_was_is_known_when_something_happens(store: LocalRunStore) -> None:
-    failure, checkpoint = ev.WorkerFailed(at=30.5, errors={}, retried=True), _report(3151, at=31.51, checkpoint="a")
+    failure, checkpoint = ev.WorkerFailed(at=30.5, retried=True), _report(3151, at=31.51, checkpoint="a")
     before, after = _reports(1, 3050), _reports(3051, 3150)
     kept = _write(store, *before, failure, failure, *after, checkpoint, failure, *_reports(3152, 3160))
     events = [getattr(event, "index", event.kind) for event in read_history(store)]
@@ -119,21 +115,16 @@ def test_how_far_the_training_was_is_known_when_something_happens(store: LocalRu
 
 
 def test_nothing_is_lost_when_the_disk_fails_for_a_while(store: LocalRunStore) -> None:
-    class Flaky(LocalRunStore):
-        """A disk that is full until it is mended."""
+    is_full = [True]
 
-        mended = False
+    def check(operation: str) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        def replace(self, name: str, data: bytes) -> None:
-            if not self.mended:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().replace(name, data)
-
-    flaky = Flaky(store.path)
-    writer = HistoryWriter(flaky, 1)
+    writer = HistoryWriter(SteppedStore(store.path, check), 1)
     for index in range(60):  # more than one segment
         writer.add(_report(index, size=10_000))
-    flaky.mended = True
+    is_full[0] = False
     writer.add(STARTED)
     writer.close()
     assert _indices(store) == list(range(60))
@@ -150,11 +141,9 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     spent = TimeAccount(wall_seconds=10, productive_seconds=5, lost_seconds=5)
     accounts = Accounts(attempts=2, reports_lost=3, time=spent, last_metrics={"loss": 9})
     result = _result(store, accounts, storage_block="training-storage-directory/shared")
-    assert (result.checkpoint_uri, result.metrics) == (f"{store.path}/b", {"loss": 0.25})
-    assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
-        (f"{store.path}/a", {"loss": 0.5}),
-        (f"{store.path}/b", {"loss": 0.25}),
-    ]
+    checkpoints = [(f"{store.path}/a", {"loss": 0.5}), (f"{store.path}/b", {"loss": 0.25})]
+    assert (result.checkpoint_uri, result.metrics) == checkpoints[1]
+    assert [(best.uri, best.metrics) for best in result.best_checkpoints] == checkpoints
     assert (result.attempts, result.reports_lost, result.goodput, result.time) == (2, 3, 0.5, spent)
     where = (result.run_name, result.run_uri, result.storage_block)
     assert where == ("mnist", store.path, "training-storage-directory/shared")
@@ -162,18 +151,15 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
 
 
 def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: LocalRunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.report("best", {"acc": 0.9})
-    training.report("newest", {"acc": 0.1})
-    training.snapshot["checkpoint_results"].reverse()  # sorted by score, as Ray keeps them: best last
-    training.snapshot["checkpoint_report_indices"].reverse()
-    training.log.commit(json.dumps(training.snapshot).encode())
+    ray = Ray(store, begin(store).attempt, checkpoint_score_attribute="acc").start()
+    ray.report("best", acc=0.9)
+    ray.report("newest", acc=0.1)
     result = _result(store, Accounts())
     runs = LocalStorage(path=str(Path(store.path).parent))
     for best, name in ((False, "newest"), (True, "best")):
         for storage in (None, runs):
             with result.checkpoint(best=best, storage=storage).as_directory() as folder:
-                assert (Path(folder) / "model.pt").read_bytes() == b"weights of " + name.encode()
+                assert (Path(folder) / "model.pt").read_text() == name
             with result.checkpoint_directory(best=best, storage=storage) as directory:
                 assert directory == Path(store.path, name), "not copied where it can be read"
     elsewhere = LocalStorage(path=f"{runs.path}-elsewhere")
@@ -188,17 +174,13 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
     Training(store, begin(store).attempt).report("a")
     with checkpoint_directory(f"{storage.uri}/{name}/a") as directory:
         assert (directory / "model.pt").exists()
-    with (
-        pytest.raises(CheckpointGoneError, match=f"{name}/b: the run has no such checkpoint, or no longer"),
-        checkpoint_directory(f"{storage.uri}/{name}/b"),
+    for path, error, message in (
+        (f"{name}/b", CheckpointGoneError, f"{name}/b: the run has no such checkpoint, or no longer"),
+        ("not-mounted/a", FileNotFoundError, "no run that it could be of"),
     ):
-        pass
-    with (
-        pytest.raises(FileNotFoundError, match="no run that it could be of") as missing,
-        checkpoint_directory(f"{storage.uri}/not-mounted/a"),
-    ):
-        pass
-    assert not isinstance(missing.value, CheckpointGoneError)
+        with pytest.raises(error, match=message) as missing, checkpoint_directory(f"{storage.uri}/{path}"):
+            pass
+        assert type(missing.value) is error
 
 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:

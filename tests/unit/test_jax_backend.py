@@ -1,7 +1,5 @@
 """How the processes of a JAX worker group are set up, as far as it needs no cluster; the rest is in the fault tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace
@@ -41,7 +39,7 @@ def test_the_users_configuration_counts_and_else_what_the_workers_have(
     assert chosen.backend_cls is RunJaxBackend
     assert (chosen.use_tpu, chosen.use_gpu) == devices
     own = _OwnConfig()
-    assert run_jax_config(own, scaling) is own, "it has a backend of its own"
+    assert run_jax_config(own, scaling) is own  # it has a backend of its own
 
 
 @pytest.mark.parametrize("slices", [1, 2])

@@ -1,13 +1,11 @@
 """Exceptions of a train loop reach the driver with their message and traceback, also if they cannot be pickled."""
 
-from __future__ import annotations
-
 import builtins
 import pickle
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,9 +14,9 @@ import httpx
 import pytest
 import torch
 from botocore.exceptions import ClientError
-from pydantic import BaseModel
+from pydantic_core import ValidationError
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.train.backend import BackendConfig
 from ray.train.v2._internal.execution import context
 from ray.train.v2._internal.execution.preemption import PreemptionContext
@@ -56,73 +54,35 @@ class _LockedError(Exception):
         self.lock = threading.Lock()
 
 
-class _Options(BaseModel):
-    """A model with a field that is not text."""
-
-    width: int
-
-
-def _request() -> None:
-    httpx.Response(404, request=httpx.Request("GET", "http://data/rows")).raise_for_status()
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
 
 
-def _ask_bucket() -> None:
-    raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no such key for you"}}, "GetObject")
-
-
-def _validate() -> None:
-    _Options.model_validate({"width": "wide"})
-
-
-def _read_row() -> None:
-    raise _RowError("labels", 17)
-
-
-def _read_with_cause() -> None:
-    try:
-        _read_row()
-    except _RowError as error:
-        raise ValueError("no labels") from error
-
-
-def _lock() -> None:
-    raise _LockedError("the queue is closed")
-
-
-def _raise_group() -> None:
-    caught = []
-    for fail in (_read_row, _lock):
-        try:
-            fail()
-        except Exception as error:
-            caught.append(error)
-    raise vars(builtins)["ExceptionGroup"]("two readers", caught)
-
-
-def _exit() -> None:
-    sys.exit("bad data")
-
-
-def _raise_own_class() -> None:
-    raise sys.modules["workers_only"].DataError("torn shard")
-
-
-async def _train_later() -> None:
-    """Train, if it is awaited."""
-
-
-def _say_much() -> None:
-    raise ValueError("x" * 10_000_000 + " the end")
-
-
-@pytest.fixture
-def module_of_workers() -> Iterator[str]:
-    """The name of a module that only the workers can import; the test removes it."""
-    module = ModuleType("workers_only")
-    exec("class DataError(Exception): pass", module.__dict__)
-    sys.modules["workers_only"] = module
-    yield "workers_only"
-    sys.modules.pop("workers_only", None)
+RAISED: list[tuple[BaseException, str]] = [
+    (httpx.HTTPStatusError("404 Not Found", request=None, response=None), "httpx.HTTPStatusError: 404 Not Found"),  # type: ignore[arg-type]
+    (
+        ClientError({"Error": {"Code": "AccessDenied", "Message": "no such key for you"}}, "GetObject"),
+        "ClientError: An error occurred (AccessDenied) when calling the GetObject operation: no such key",
+    ),
+    (
+        ValidationError.from_exception_data("Options", [{"type": "int_type", "loc": ("width",), "input": "wide"}]),
+        "ValidationError: 1 validation error for Options width Input should be a valid integer",
+    ),
+    (_RowError("labels", 17), "_RowError: labels has no row 17"),
+    (_caused(ValueError("no labels"), _RowError("labels", 17)), "rank 0: ValueError: no labels"),
+    (_LockedError("the queue is closed"), "_LockedError: the queue is closed"),
+    (RayTaskError("f", "ray::f()\n…", ValueError("torn"), "ray::f", 1, "10.0.0.1"), "rank 0: ValueError: torn"),
+    (SystemExit("bad data"), "SystemExit: bad data"),
+    (ValueError("x" * 10_000_000 + " the end"), "ValueError: xxx"),
+]
+if sys.version_info >= (3, 11):
+    RAISED.append(
+        (
+            builtins.ExceptionGroup("two readers", [_RowError("labels", 17), _LockedError("closed")]),
+            "rank 0: ExceptionGroup: two readers (2 sub-exceptions); tests.unit.test_loop_failures._RowError: labels",
+        )
+    )
 
 
 @pytest.fixture
@@ -153,50 +113,37 @@ def _of_controller(sent: bytes) -> bytes:
     return bytes(cloudpickle.dumps(WorkerGroupPollStatus({0: pickle.loads(sent)}).get_worker_group_error()))
 
 
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        (_request, "httpx.HTTPStatusError: Client error '404 Not Found' for url 'http://data/rows'"),
-        (
-            _ask_bucket,
-            "ClientError: An error occurred (AccessDenied) when calling the GetObject operation: no such key",
-        ),
-        (_validate, "ValidationError: 1 validation error for _Options width Input should be a valid integer"),
-        (_read_row, "_RowError: labels has no row 17"),
-        (_read_with_cause, "rank 0: ValueError: no labels"),
-        (_lock, "_LockedError: the queue is closed"),
-        pytest.param(
-            _raise_group,
-            "rank 0: ExceptionGroup: two readers (2 sub-exceptions); tests.unit.test_loop_failures._RowError",
-            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has groups from 3.11 on"),
-        ),
-        (_exit, "SystemExit: bad data"),
-        (_say_much, "ValueError: xxx"),
-    ],
-)
+@pytest.mark.parametrize(("error", "message"), RAISED, ids=lambda value: type(value).__name__)
 def test_what_a_loop_raises_is_a_user_error_in_its_own_words_with_its_traceback(
-    run: Callable[[Any], bytes], loop: Any, words: str
+    run: Callable[[Any], bytes], error: BaseException, message: str
 ) -> None:
+    def loop() -> None:
+        raise error
+
     sent = run(loop)
-    error = pickle.loads(_of_controller(sent))
-    ended = final_event_of_error(error, STORAGE)
+    ended = final_event_of_error(pickle.loads(_of_controller(sent)), STORAGE)
     assert ended.outcome is Outcome.USER_ERROR
-    assert words in ended.message
+    assert message in ended.message
     text = failure_text(pickle.loads(sent).error)
     assert "Traceback (most recent call last)" in text
-    assert f", in {loop.__name__}\n" in text
+    assert ", in loop\n" in text
     assert len(text) < 200_000
 
 
 def test_an_exception_whose_class_only_workers_have_is_told_too(
-    run: Callable[[Any], bytes], module_of_workers: str
+    run: Callable[[Any], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = run(_raise_own_class)
-    del sys.modules[module_of_workers]
-    assert (
-        "rank 0: workers_only.DataError: torn shard"
-        in final_event_of_error(pickle.loads(_of_controller(sent)), STORAGE).message
-    )
+    module: Any = ModuleType("workers_only")
+    exec("class DataError(Exception): pass", module.__dict__)
+    with monkeypatch.context() as worker:
+        worker.setitem(sys.modules, "workers_only", module)
+
+        def loop() -> None:
+            raise module.DataError("torn shard")
+
+        sent = run(loop)
+    ended = final_event_of_error(pickle.loads(_of_controller(sent)), STORAGE)
+    assert "rank 0: workers_only.DataError: torn shard" in ended.message
 
 
 def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run: Callable[[Any], bytes]) -> None:
@@ -221,7 +168,10 @@ def test_what_a_loop_returns_ends_no_training(run: Callable[[Any], bytes], value
 
 
 def test_a_loop_that_only_returns_what_would_train_is_no_completed_training(run: Callable[[Any], bytes]) -> None:
-    training = _train_later()
+    async def train_later() -> None:
+        """Train, if it is awaited."""
+
+    training = train_later()
     ended = final_event_of_error(pickle.loads(_of_controller(run(lambda: training))), STORAGE)
     training.close()
     assert ended.outcome is Outcome.USER_ERROR

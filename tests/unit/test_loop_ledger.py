@@ -1,7 +1,5 @@
 """The ledger of samples: it tells whether each step has seen exactly its own, whoever saw which part."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +13,7 @@ ORDER = SampleOrder(1000, global_batch=48, seed=9)
 
 def digest(samples: Indices, step: int) -> Digest:
     """The digest of one step's samples."""
-    return digests(samples, np.full(len(samples), step), step, 1)[0]
+    return digests([samples], step)[0]
 
 
 def _wrong(world_size: int, steps: range, change: dict[tuple[int, int], list[int]]) -> list[int]:
@@ -35,26 +33,22 @@ def test_steps_that_saw_their_samples_are_right_however_many_workers_divided_the
     assert _wrong(world_size, range(15, 60), {}) == []
 
 
-def _share(step: int, rank: int) -> list[int]:
-    return ORDER.share(step, rank, 3).tolist()
+#: The samples of three ranks in steps 19, 20 and 21.
+BEFORE, AT, AFTER = ([ORDER.share(step, rank, 3).tolist() for rank in range(3)] for step in (19, 20, 21))
+CHANGES = {
+    "left out": ({(20, 1): AT[1][1:]}, [20]),
+    "twice": ({(20, 1): [*AT[1], AT[1][0]]}, [20]),
+    "another instead": ({(20, 1): [*AT[1][1:], AT[0][0]]}, [20]),
+    "of the step before": ({(20, rank): BEFORE[rank] for rank in range(3)}, [20]),
+    "exchanged between steps": ({(20, 0): AFTER[0], (21, 0): AT[0]}, [20, 21]),
+    "a pair of doubles": ({(20, 0): [*AT[0][2:], *AT[0][2:4]]}, [20]),
+    "exchanged between ranks": ({(20, 0): AT[1], (20, 1): AT[0]}, []),
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "change", "wrong"),
-    [
-        ("left out", {(20, 1): _share(20, 1)[1:]}, [20]),
-        ("twice", {(20, 1): [*_share(20, 1), _share(20, 1)[0]]}, [20]),
-        ("another instead", {(20, 1): [*_share(20, 1)[1:], _share(20, 0)[0]]}, [20]),
-        ("of the step before", {(20, rank): _share(19, rank) for rank in range(3)}, [20]),
-        ("exchanged between steps", {(20, 0): _share(21, 0), (21, 0): _share(20, 0)}, [20, 21]),
-        ("a pair of doubles", {(20, 0): [*_share(20, 0)[2:], *_share(20, 0)[2:4]]}, [20]),
-        ("exchanged between ranks", {(20, 0): _share(20, 1), (20, 1): _share(20, 0)}, []),
-    ],
-)
-def test_a_step_that_saw_other_samples_is_told(
-    what: str, change: dict[tuple[int, int], list[int]], wrong: list[int]
-) -> None:
-    assert _wrong(3, range(15, 40), change) == wrong, what
+@pytest.mark.parametrize(("change", "wrong"), CHANGES.values(), ids=CHANGES)
+def test_a_step_that_saw_other_samples_is_told(change: dict[tuple[int, int], list[int]], wrong: list[int]) -> None:
+    assert _wrong(3, range(15, 40), change) == wrong
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=50), st.integers(0, 2**40), st.integers(0, 50))

@@ -1,8 +1,5 @@
 """Parts of a state come back as what they were; random states come back to where a rank computes."""
 
-from __future__ import annotations
-
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +22,46 @@ def _again(state: type, directory: Path, saved: Any, then: Any) -> Any:
 
 NUMBERS = [
     True,
-    2**53 + 1,
     2**63 + 5,
     0.1,
     1 + 2j,
     np.float16(0.1),
-    np.float32(0.1),
     np.float64(0.1),
     np.bool_(True),
-    np.int64(2**53 + 1),
     np.uint64(2**63 + 5),
-    np.complex64(1 + 2j),
 ]
-
-
-@pytest.mark.parametrize("value", [*NUMBERS, np.longdouble(1) / 3, "text"], ids=repr)
-def test_numbers_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None:
-    after = _again(loop.ArrayState, tmp_path, value, type(value)("" if isinstance(value, str) else 0))
-    assert (type(after), after) == (type(value), value)
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        np.array([0.1]),
+        *NUMBERS,
+        np.longdouble(1) / 3,
+        "text",
         np.array(0.1),
-        np.array([0.1], dtype=np.float16),
         np.array([2**53 + 1]),
-        np.array([True, False]),
         np.array([(1, 0.1)], dtype=[("a", "i8"), ("b", "f4")]),
         np.array([1, 2], dtype=">i4"),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     ],
     ids=repr,
 )
-def test_arrays_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None:
-    after = _again(loop.ArrayState, tmp_path, value, value.copy())
-    assert (type(after), after.dtype, after.shape) == (type(value), value.dtype, value.shape)
-    assert after.tolist() == value.tolist()
-    assert after.flags.f_contiguous == value.flags.f_contiguous
+def test_values_come_back_as_what_they_were_when_saved(value: Any, tmp_path: Path) -> None:
+    then: Any = np.float32(0) if isinstance(value, np.generic) else 0
+    if isinstance(value, np.ndarray):
+        then = np.zeros(value.shape, np.float32)
+    after = _again(loop.ArrayState, tmp_path, value, then)
+    assert (type(after), repr(after)) == (type(value), repr(value))
 
 
 @pytest.mark.parametrize(
     ("dtype", "requires_grad"),
-    [(torch.float64, True), (torch.float16, False), (torch.int64, False), (torch.bool, False), (torch.complex64, True)],
+    [(torch.float64, False), (torch.int64, False), (torch.complex64, True)],
 )
 def test_tensors_are_filled_in_place_and_stay_what_they_were(
     dtype: torch.dtype, requires_grad: bool, tmp_path: Path
 ) -> None:
     value = torch.tensor([0.1, 2**53 + 1], dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
-    then = torch.zeros(2, dtype=dtype, requires_grad=requires_grad)
+    then = torch.zeros(2, dtype=dtype if requires_grad else torch.float32, requires_grad=requires_grad)
     after = _again(loop.ArrayState, tmp_path, value, then)
     assert after is then, "which an optimizer may hold"
     assert (after.dtype, after.requires_grad, after.tolist()) == (dtype, requires_grad, value.tolist())
@@ -84,40 +71,16 @@ def test_tensors_are_filled_in_place_and_stay_what_they_were(
 
 
 @pytest.mark.parametrize(
-    ("saved", "then"),
-    [
-        (2.5, 0),
-        (np.array([0.1]), np.zeros(1, np.float32)),
-        (np.array([0.1]), np.zeros(1, np.int64)),
-        (np.float64(0.1), np.float32(0)),
-        (torch.tensor([0.1], dtype=torch.float64), torch.zeros(1)),
-    ],
-    ids=repr,
-)
-def test_a_part_whose_dtype_has_changed_before_it_was_saved_keeps_what_it_was_trained_with(
-    saved: Any, then: Any, tmp_path: Path
-) -> None:
-    after = _again(loop.ArrayState, tmp_path, saved, then)
-    assert getattr(after, "dtype", type(after)) == getattr(saved, "dtype", type(saved))
-    assert repr(after) == repr(saved)
-
-
-@pytest.mark.parametrize(
     ("part", "says"),
     [
         (torch.zeros(2, dtype=torch.bfloat16), "part=Tensor.*BFloat16.*TorchState"),
         (torch.eye(2).to_sparse(), "part=Tensor.*[Ss]parse"),
-        ([1.0, 2.0], "part=list"),
         (b"7\0", "part=bytes"),
-        ("seven\0", "part=str"),
-        ([1.0], "part=list"),
         ([[1.0], [1.0, 2.0]], "part=list"),
         ({"a": 1}, "part=dict.*array of object"),
-        (None, "part=NoneType"),
         (2**70, "part=int.*array of object"),
         (np.array(["a", None]), "part=ndarray.*array of object"),
         (np.ma.array([0.1, 2.0], mask=[False, True]), "part=MaskedArray"),
-        (np.matrix([[1.0, 2.0]]), "part=matrix"),
         (pd.Series([1.0, 2.0]), "part=Series"),
         (np.random.default_rng(0), "part=Generator"),
     ],
@@ -144,16 +107,10 @@ def test_a_jax_states_leaves_come_back_as_what_they_were(tmp_path: Path) -> None
     half = jax.numpy.bfloat16
     values = [*NUMBERS, np.array([0.1]), np.array([2**53 + 1]), np.array([1.5], half), np.zeros(1, half)[0] + half(1.5)]
     values += [jax.numpy.ones(2, half), jax.numpy.array(True), jax.random.key(3), jax.random.PRNGKey(3)]
-    after = _again(
-        loop.JaxState, tmp_path, values, [value * 0 if value is not values[-2] else value for value in values]
-    )
-    for one, value in zip(after, values, strict=True):
-        same = one == value
-        assert (type(one), getattr(one, "dtype", ""), bool(np.all(same))) == (
-            type(value),
-            getattr(value, "dtype", ""),
-            True,
-        )
+    then = [*(value * 0 for value in values[:-2]), jax.random.key(0), jax.random.PRNGKey(0)]
+    for one, value in zip(_again(loop.JaxState, tmp_path, values, then), values, strict=True):
+        assert (type(one), getattr(one, "dtype", "")) == (type(value), getattr(value, "dtype", ""))
+        assert np.all(one == value)
 
 
 def test_a_jax_states_dtypes_are_those_that_were_trained_with_but_for_another_precision(tmp_path: Path) -> None:
@@ -164,9 +121,8 @@ def test_a_jax_states_dtypes_are_those_that_were_trained_with_but_for_another_pr
     after = _again(loop.JaxState, tmp_path, saved, then)
     assert (after["count"], after["host"].tolist(), after["steps"].tolist()) == (2.5, [0.5], [2.5])
     assert (after["flag"], after["params"].dtype, after["params"].tolist()) == (True, jnp.bfloat16, [1, 1])
-    for part in (np.ma.array([1.0], mask=[True]), np.matrix([[1.0]])):
-        with pytest.raises(ValueError, match=re.escape(f"({type(part).__name__}); give numbers, keys and arrays")):
-            loop.JaxState(inner=[part])
+    with pytest.raises(ValueError, match=r"\(MaskedArray\); give numbers, keys and arrays"):
+        loop.JaxState(inner=[np.ma.array([1.0], mask=[True])])
 
 
 class Gpus:

@@ -1,14 +1,9 @@
 """What is told of loops: from what they report, what they have asked for, and who waits for whom."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import re
-import subprocess
 import sys
-import textwrap
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +18,17 @@ from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRu
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.controller import loop_watch, worker_group
-from prefect_elastic_train.controller.failures import IgnoredCheckpointError, classify_failure
+from prefect_elastic_train.controller.failures import (
+    IgnoredCheckpointError,
+    causes_of,
+    classify_failure,
+    must_await_cause,
+)
 from prefect_elastic_train.controller.loop_watch import LoopWatch
-from prefect_elastic_train.core import causes
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.worker import loop_inspection, train_worker
+from prefect_elastic_train.worker.rank_failures import portable_failure
 from prefect_elastic_train.worker.train_worker import RayTrainWorker
 from tests.support.processes import wait_for
 
@@ -50,7 +50,7 @@ class Watched:
         )
         self.events: list[Event] = []
         self.watch = LoopWatch(fails, self.events.append, hangs_after_seconds)
-        self.watch.begin_group(["is at loop.py"], "", {})
+        self.watch.begin_group(["is at loop.py\nthread 1:\n…"], "", {})
 
     def resume(self, opened: bool | None, before: dict[str, Any], *reports: dict[str, Any]) -> Any:
         """Have a loop that has or has not opened it report from a checkpoint on; return what it fails of."""
@@ -75,48 +75,37 @@ class Watched:
         return [event.problem for event in self.events if isinstance(event, LoopWarned)]
 
 
-@pytest.mark.parametrize(
-    ("opened", "before", "reports"),
-    [
-        (OPENED, {"step": 8}, [{"step": 9}]),
-        (NEVER, {"step": 8}, [{"step": 9}]),  # it restores its state by means of its own
-        (NEVER, {"step": 8}, [{"phase": "warm"}, {"step": 9}]),
-        (NEVER, {"step": 8, "epoch": 0}, [{"step": 0, "epoch": 1}]),
-        (OPENED, {"step": 7}, [{"step": 0}]),  # of an epoch
-        (OPENED, {"loss": 1.0}, [{"loss": 0.9}]),
-        (OPENED, {}, [{"step": 0}]),  # another run's checkpoint
-        (OPENED, {"step": float("nan")}, [{"step": 1}]),
-        (None, {"step": 8}, [{"step": 1}]),  # it may have read it
-    ],
-)
-def test_a_loop_that_goes_on_or_has_read_its_checkpoint_is_not_suspected(
-    monkeypatch: pytest.MonkeyPatch, opened: bool | None, before: dict[str, Any], reports: list[dict[str, Any]]
-) -> None:
-    watched = Watched(monkeypatch, fails=True)
-    assert watched.resume(opened, before, *reports) is None
-    assert watched.events == []
-
-
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(
     ("opened", "before", "reports", "message"),
     [
+        (OPENED, {"step": 8}, [{"step": 9}], None),
+        (NEVER, {"step": 8}, [{"step": 9}], None),  # it restores its state by means of its own
+        (NEVER, {"step": 8}, [{"phase": "warm"}, {"step": 9}], None),
+        (NEVER, {"step": 8, "epoch": 0}, [{"step": 0, "epoch": 1}], None),
+        (OPENED, {"step": 7}, [{"step": 0}], None),  # of an epoch
+        (OPENED, {}, [{"step": 0}], None),  # another run's checkpoint
+        (OPENED, {"step": float("nan")}, [{"step": 1}], None),
+        (None, {"step": 8}, [{"step": 1}], None),  # it may have read it
         (NEVER, {"step": 8}, [{"step": 1}], "at step 1, although the checkpoint of step 8 exists (checkpoint_a): it"),
         (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never read what ray.train.get_checkpoint() returns. Restore model"),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "from the beginning, although the checkpoint exists"),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0, "saves": 1}], ""),  # before it replaces another
     ],
 )
-def test_a_loop_that_begins_again_is_told_with_the_reason_and_ended_if_so_asked(
+def test_a_loop_that_begins_again_is_told_with_the_reason_and_ended_if_so_asked_and_no_other_is_suspected(
     monkeypatch: pytest.MonkeyPatch,
-    opened: bool,
+    opened: bool | None,
     before: dict[str, Any],
     reports: list[dict[str, Any]],
-    message: str,
+    message: str | None,
     fails: bool,
 ) -> None:
     watched = Watched(monkeypatch, fails)
     failure = watched.resume(opened, before, *reports)
+    if message is None:
+        assert (failure, watched.events) == (None, [])
+        return
     (told,) = watched.events
     assert isinstance(told, LoopWarned)
     assert told.problem == "checkpoint-ignored"
@@ -133,7 +122,7 @@ def test_a_loop_without_a_checkpoint_is_told_of_once_when_that_costs_something(m
 
     quick = Watched(monkeypatch)
     quick.report(100, 0.1)
-    assert quick.problems == [], "it may save at each hundredth"
+    assert quick.problems == []  # it may save at each hundredth
     quick.watch.check([WorkerStatus(False, None, None)])
     assert quick.problems == ["no-checkpoint"]
 
@@ -157,39 +146,10 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
     hung.now += 1.0
     failure = hung.watch.check(RUNNING)
     assert failure is not None
-    assert str(failure.worker_failures[0]) == "no report for 60 s; the rank is at loop.py"
-    assert hung.watch.check([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"
-
-
-def test_a_hang_is_summed_up_by_where_the_loop_of_each_rank_is_and_who_waits_for_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A loop that waits in a collective, and one that does something else, in threads as in Ray Train."""
-    go_on = threading.Event()
-
-    def barrier() -> None:
-        go_on.wait(20)
-
-    def load() -> None:
-        go_on.wait(20)
-
-    errors = {}
-    for wait in (barrier, load):
-        runner = ThreadRunner()
-        context = SimpleNamespace(execution_context=SimpleNamespace(training_thread_runner=runner))
-        monkeypatch.setattr(rays_context, "_train_context", context)
-        runner.run(lambda wait=wait: wait())
-        wait_for(lambda: f", in {wait.__name__}\n" in loop_inspection.thread_stacks(), 20, "the loop")
-        errors[wait.__name__] = f"HungLoopError: no report for 60 s; the rank {loop_inspection.thread_stacks()}"
-        go_on.set()
-        wait_for(lambda: not runner.is_running(), 20, "the end of the loop")
-        go_on.clear()
-    waits, is_at = causes.causes({"0": errors["barrier"], "1": errors["load"]}, {})
-    here = re.escape(__file__)
-    assert re.fullmatch(
-        rf"rank 0: HungLoopError: .*; the rank waits for other ranks at {here}:\d+ in barrier: go_on.*", waits
-    )
-    assert re.fullmatch(rf"rank 1: .*; the rank is at {here}:\d+ in load: go_on\.wait\(20\)", is_at)
+    (cause,) = causes_of(failure.worker_failures)
+    assert cause.message == "HungLoopError: no report for 60 s; the rank is at loop.py"
+    assert cause.traceback == f"{cause.message}\nthread 1:\n…"
+    assert hung.watch.check([WorkerStatus(False, None, None)]) is None  # a loop that has returned hangs no more
 
 
 def _waited(seconds: float) -> WorkerStatus:
@@ -200,37 +160,29 @@ def _waited(seconds: float) -> WorkerStatus:
 
 def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    lines = {0: "train.py:31 in loop", 1: "train.py:40 in validate", 2: "train.py:40 in validate"}
+    lines = {0: "at train.py:31", 1: "at train.py:40", 2: "at train.py:40"}
     monkeypatch.setattr(loop_watch, "query_workers", lambda workers, function, seconds: lines)
-    does_not_answer = WorkerStatus(True, None, None)
     watched.watch.begin_group([""] * 4, "", {})
-    assert watched.watch.check([_waited(44.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
-    assert watched.problems == []
-    for _ in range(2):
-        assert watched.watch.check([_waited(46.0), _waited(0.0), _waited(0.0), does_not_answer]) is None
+    for seconds in (44.0, 46.0, 47.0):
+        assert watched.watch.check([_waited(seconds), _waited(0.0), _waited(0.0), *RUNNING]) is None
+        assert watched.problems == ["ranks-wait"] * (seconds > 45)
     (event,) = watched.events
     assert isinstance(event, LoopWarned)
-    assert event.problem == "ranks-wait"
-    assert (
-        "rank 0 at train.py:31 in loop; ranks 1-2 at train.py:40 in validate; rank 3 does not answer" in event.message
-    )
-    watched.watch.begin_group(["another group"], "", {})
-    watched.watch.check([_waited(46.0)])
-    assert watched.problems == ["ranks-wait", "ranks-wait"]
+    assert "rank 0 at train.py:31; ranks 1-2 at train.py:40; rank 3 does not answer" in event.message
 
 
-def test_a_rank_that_answers_no_poll_is_told_of_though_nobody_waits_for_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_answers_no_poll_is_told_of_though_nobody_waits_for_it_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch)
-    watched.watch.begin_group([""] * 2, "", {})
-    monkeypatch.setattr(loop_watch, "query_workers", lambda workers, function, seconds: {0: "train.py:31 in loop"})
-    watched.watch.check([_waited(0.0), _waited(0.0)])
-    for seconds in (44.0, 2.0):
-        assert watched.problems == []
-        watched.now += seconds
-        watched.watch.check([_waited(0.0), WorkerStatus(True, None, None)])
-    (event,) = watched.events
-    assert isinstance(event, LoopWarned)
-    assert "rank 0 at train.py:31 in loop; rank 1 does not answer" in event.message
+    for group in (0, 1):
+        watched.watch.begin_group([""] * 2, "", {})
+        watched.watch.check([_waited(0.0), _waited(0.0)])
+        for seconds in (44.0, 2.0):
+            assert len(watched.problems) == group
+            watched.now += seconds
+            watched.watch.check([_waited(0.0), *RUNNING])
+    assert watched.problems == ["ranks-wait", "ranks-wait"]
 
 
 def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its_own(
@@ -239,9 +191,12 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     goes_on, runner = queue.SimpleQueue[None](), ThreadRunner()
     waits = ThreadRunner()
 
+    def barrier() -> None:
+        waits._monitor_target()  # a line of the loop, from which Ray waits
+
     def loop() -> None:
         goes_on.get()
-        waits._monitor_target()  # a line of the loop, from which Ray waits
+        barrier()
 
     execution = SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner)
     context = SimpleNamespace(execution_context=execution, preemption_context=SimpleNamespace(preemption_info=None))
@@ -255,17 +210,17 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     runner.run(loop)
     assert waited() == pytest.approx(0.0, abs=0.05)
     time.sleep(0.2)
-    assert waited() == pytest.approx(0.0, abs=0.05), "it does something of its own"
+    assert waited() == pytest.approx(0.0, abs=0.05)  # it does something of its own
+    assert re.match(rf"is at {re.escape(__file__)}:\d+ in loop: goes_on.get\(\)\n", loop_inspection.thread_stacks())
     goes_on.put(None)
     wait_for(lambda: waited() > 0.3, 5, "the wait")
-    file, _, rest = loop_inspection.current_line().partition(":")
-    assert (file, rest.partition(" ")[2]) == (
-        __file__,
-        "in loop: waits._monitor_target()  # a line of the loop, from which Ray waits",
+    stacks = loop_inspection.thread_stacks()
+    assert re.match(
+        rf"waits for other ranks at {re.escape(__file__)}:\d+ in barrier: waits\._monitor_target\(\)", stacks
     )
     waits.get_exception_queue().put(None)
     wait_for(lambda: not worker.poll_status().running, 5, "the end of the loop")
-    assert waited() == pytest.approx(0.0, abs=0.05), "a loop that has returned waits for nobody"
+    assert waited() == pytest.approx(0.0, abs=0.05)  # a loop that has returned waits for nobody
 
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
@@ -292,72 +247,61 @@ def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a
         assert plan() == "every 50 steps, as configured"
 
 
+def _raised(error: Exception) -> Any:
+    """What the controller gets of an error that the loop has raised."""
+    return portable_failure(UserExceptionWithTraceback(error, f"Traceback (most recent call last):\n{error}"))
+
+
 _DEAD = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
 _GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection {} by peer [127.0.0.1]:33421"
-_RESET, _CLOSED = RuntimeError(_GLOO.format("reset")), RuntimeError(_GLOO.format("closed"))
-_NAN = ValueError("the loss is not a number")
-_WRAPPED = UserExceptionWithTraceback(
-    KeyError("gradients"), f"Traceback (most recent call last):\nRuntimeError: {_RESET}\n\nKeyError: 'gradients'\n"
-)
+_RESET, _CLOSED = [_raised(RuntimeError(_GLOO.format(how))) for how in ("reset", "closed")]
+_NAN = _raised(ValueError("the loss is not a number"))
+_WRAPPED = KeyError("gradients")
+_WRAPPED.__context__ = RuntimeError(_GLOO.format("reset"))
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "outcome"),
+    ("failures", "waited", "waits", "outcome"),
     [
-        ({0: _RESET}, 0.0, None),
-        ({0: _WRAPPED}, 0.0, None),
-        ({0: _RESET}, 9.0, None),
-        ({0: _RESET}, 10.0, Outcome.CLUSTER_LOST),
-        ({0: _RESET, 1: _CLOSED}, 0.0, Outcome.CLUSTER_LOST),  # there is nobody to wait for
-        ({0: _RESET, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),
-        ({0: _NAN, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),  # some collectives raise what only their users know
-        ({0: _RESET, 1: _NAN}, 0.0, Outcome.USER_ERROR),
-        ({1: _NAN}, 0.0, Outcome.USER_ERROR),
-        ({1: ConnectionResetError(104, "Connection reset by peer")}, 0.0, Outcome.USER_ERROR),  # a request of the loop
+        ([_RESET, None], 0.0, True, Outcome.CLUSTER_LOST),
+        ([_raised(_WRAPPED), None], 0.0, True, Outcome.CLUSTER_LOST),
+        ([_RESET, None], 9.0, True, Outcome.CLUSTER_LOST),
+        ([_RESET, None], 10.0, False, Outcome.CLUSTER_LOST),
+        ([_RESET, _CLOSED], 0.0, False, Outcome.CLUSTER_LOST),  # there is nobody to wait for
+        ([_RESET, _DEAD, None], 0.0, False, Outcome.CLUSTER_LOST),
+        ([_NAN, _DEAD], 0.0, False, Outcome.CLUSTER_LOST),  # some collectives raise what only their users know
+        ([_RESET, _NAN, None], 0.0, False, Outcome.USER_ERROR),
     ],
 )
 def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else_does(
-    failures: dict[int, Exception], waited: float, outcome: Outcome | None
+    failures: list[Exception | None], waited: float, waits: bool, outcome: Outcome
 ) -> None:
-    assert classify_failure(failures, workers=2, waited_seconds=waited).outcome is outcome
-    assert classify_failure(failures).outcome is not None, "a driver cannot wait"
+    assert must_await_cause(failures, waited) is waits
+    assert classify_failure([failure for failure in failures if failure])[0] is outcome
 
 
 @pytest.mark.parametrize(
     ("name", "message", "is_consequence"),
     [
-        (
-            "RuntimeError",
-            "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1",
-            True,
-        ),
         ("RuntimeError", "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", True),
-        (
-            "DistBackendError",
-            "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
-            True,
-        ),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268, remote process exited or a network error", True),
         ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, unhandled system error (run with NCCL_DEBUG=INFO)", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: a call failed", True),
         ("DistBackendError", "NCCL communicator was aborted on rank 1.", True),
-        ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect", True),
+        ("DistNetworkError", "failed to recv, got 0 bytes", True),
         ("DistStoreError", "Socket Timeout", True),
         ("JaxRuntimeError", "UNAVAILABLE: Failed to send RPC to coordination service", True),
         ("JaxRuntimeError", "INTERNAL: Gloo AllReduce failed: Connection reset by peer", True),
         ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, invalid usage. Duplicate GPU detected", False),
         ("RuntimeError", "ProcessGroupNCCL is only supported with GPUs, no GPUs found!", False),
-        ("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", False),
-        ("RuntimeError", "CUDA out of memory", False),
-        ("ValueError", "mat1 and mat2 shapes cannot be multiplied", False),
-        ("ConnectionError", "Connection reset by peer", False),
         ("RuntimeError", "dataset download failed: connection reset by peer", False),
-        ("DistNetworkError", "failed to recv, got 0 bytes", True),
-        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: a call failed", True),
+        ("ConnectionError", "Connection reset by peer", False),
     ],
 )
 def test_the_errors_of_collectives_that_lost_a_peer_are_told_from_those_of_the_loop(
     name: str, message: str, is_consequence: bool
 ) -> None:
-    assert causes.is_consequence(f"{name}: {message}") is is_consequence
+    assert _raised(type(name, (Exception,), {})(message)).is_consequence is is_consequence
 
 
 def _poll_until_known(monkeypatch: pytest.MonkeyPatch, *polls: list[WorkerStatus]) -> tuple[list[WorkerStatus], float]:
@@ -371,7 +315,7 @@ def _poll_until_known(monkeypatch: pytest.MonkeyPatch, *polls: list[WorkerStatus
     group: Any = worker_group.RunWorkerGroup.__new__(worker_group.RunWorkerGroup)
     group.callback = SimpleNamespace(check_reports=seen.append)
     statuses: list[WorkerStatus] = group._poll_workers_and_collect_errors(0.1)
-    assert seen == [statuses], "callbacks and policies see the last poll, once"
+    assert seen == [statuses]  # callbacks and policies see the last poll, once
     return statuses, now[0]
 
 
@@ -430,8 +374,8 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
     assert isinstance(first, FirstStep)
     assert (first.at, first.world_size, watched.watch.step) == (5000.0 - 0.25, 2, 309)
     watched.watch.begin_group(["in loop.py"], "", {})
-    assert watched.watch.step == 0, "the next group's session has begun no step"
-    assert watched.watch.most_workers == 64, "and has the same samples"
+    assert watched.watch.step == 0  # the next group's session has begun no step
+    assert watched.watch.most_workers == 64  # and has the same samples
 
 
 def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_was(
@@ -449,39 +393,3 @@ def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_wa
             gc.enable()
     assert seen
     assert not any(seen)
-
-
-def test_looking_at_the_loop_does_not_hang_a_worker_whose_threads_come_and_go() -> None:
-    # Without the precaution this stands still within a second in Python up to 3.11.8.
-    script = textwrap.dedent("""
-        import gc, os, sys, threading, time
-        from prefect_elastic_train.worker import loop_inspection
-
-        class Garbage:
-            def __del__(self):
-                for _ in range(200):
-                    pass
-
-        looks = []
-
-        def look():
-            while True:
-                looks.append(len(loop_inspection._thread_frames()))
-                for _ in range(3):
-                    one, other = Garbage(), Garbage()
-                    one.other, other.one = other, one
-
-        def start():
-            while True:
-                threading.Thread(target=lambda: None).start()
-
-        sys.setswitchinterval(1e-5)
-        for _ in range(60):
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-        for target in (look, start, start, start):
-            threading.Thread(target=target, daemon=True).start()
-        gc.set_threshold(50)
-        time.sleep(5)
-        os._exit(0 if len(looks) > 100 else 3)
-    """)
-    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0

@@ -1,8 +1,7 @@
 """State has an owner: no module of the flow process, the driver or the controller has a variable that changes."""
 
-from __future__ import annotations
-
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.unit.support import REPOSITORY
@@ -15,25 +14,13 @@ EXCEPTIONS = {
     "storage/retries.py": "a process waits for its storage as a whole, whichever of its objects makes the request",
     "orchestration/position.py": "the names of the trainings of a flow run, of which each call knows only its own",
 }
-_MUTATING = {
-    "append",
-    "add",
-    "update",
-    "pop",
-    "setdefault",
-    "clear",
-    "extend",
-    "remove",
-    "discard",
-    "insert",
-    "popitem",
-}
+_MUTATING = re.compile("append|add|update|pop|setdefault|clear|extend|remove|discard|insert|popitem")
 _CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 #: Calls whose values do not change, or that are a framework's registry, filled as modules are imported.
-_CONSTANT_CALLS = {
-    "Annotated", "NewType", "Path", "TypeAdapter", "TypeVar", "Typer", "compile", "frozenset", "getLogger", "partial",
-    "range", "tuple", "wait_random_exponential", "Option", "Argument", "_ElasticTrain",
-}  # fmt: skip
+_CONSTANT_CALLS = re.compile(
+    "Annotated|NewType|Path|TypeAdapter|TypeVar|Typer|compile|frozenset|getLogger|partial|range|tuple"
+    "|wait_random_exponential|Option|Argument|_ElasticTrain"
+)
 
 
 def _changing_names(tree: ast.Module) -> Iterator[str]:
@@ -47,7 +34,7 @@ def _changing_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield from node.names
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in _MUTATING:
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _MUTATING.fullmatch(node.attr):
             if isinstance(variables.get(node.value.id), _CONTAINERS):
                 yield node.value.id
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
@@ -57,7 +44,7 @@ def _changing_names(tree: ast.Module) -> Iterator[str]:
     for name, value in variables.items():
         if isinstance(value, ast.Call) and not name.isupper():
             called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
-            if getattr(called, "attr", getattr(called, "id", "")) not in _CONSTANT_CALLS:
+            if not _CONSTANT_CALLS.fullmatch(getattr(called, "attr", getattr(called, "id", ""))):
                 yield name
 
 

@@ -1,7 +1,5 @@
 """The notice of a coming restart, as the loop of one rank sees it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -26,6 +24,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_world_size=lambda: found.size,
         get_world_rank=lambda: 0,
         size=1,
+        report_order_condition=threading.Condition(),
+        report_call_index=1,
+        current_report_index=0,
     )
     monkeypatch.setattr(context, "_train_context", found)
     monkeypatch.setattr(restart_notice, "state", restart_notice.RestartNotice())

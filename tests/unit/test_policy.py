@@ -29,7 +29,7 @@ from prefect_elastic_train.controller import budget, controller, scaling_policy,
 from prefect_elastic_train.controller.budget import FailureWindow
 from prefect_elastic_train.controller.controller import TrainController
 from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
-from prefect_elastic_train.controller.failures import CapacityTimeoutError, decisive_failure
+from prefect_elastic_train.controller.failures import CapacityTimeoutError
 from prefect_elastic_train.controller.loop_watch import LoopWatch
 from prefect_elastic_train.controller.scaling_policy import GrowthDecision, RunScalingPolicy
 from prefect_elastic_train.controller.sizing import Node
@@ -45,6 +45,7 @@ class Cluster(RunScalingPolicy):
     """The policy before nodes of one CPU each; None for a cluster that does not answer."""
 
     shared: State
+    group: SimpleNamespace
     fits: int | None = 0
     taken: Collection[int] = ()
 
@@ -56,7 +57,8 @@ class Cluster(RunScalingPolicy):
             raise GetTimeoutError
         return {"any": {"CPU": 100.0}}
 
-    def _show(self, fits: int | None) -> None:
+    def show(self, fits: int | None) -> None:
+        """Let the cluster have so many nodes."""
         self.fits = fits
         taken = dict.fromkeys(self.taken, 0.0)
         nodes = [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(fits or 0)]
@@ -64,33 +66,39 @@ class Cluster(RunScalingPolicy):
 
     def start(self, fits: int | None) -> int:
         """Return how many workers are started where so many fit, 0 for none yet."""
-        self._show(fits)
+        self.show(fits)
         return getattr(self.make_decision_for_non_running_worker_group(), "num_workers", 0)
 
-    def grow(self, fits: int | None, group: Any, committed: bool = False) -> Any:
+    def grow(self, fits: int | None, committed: bool = False, finished: bool = False) -> Any:
         """Return what is decided about a healthy group where so many fit, None for nothing."""
-        self._show(fits)
+        self.show(fits)
         self.shared.commit_count += committed
-        status = WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(group.num_workers)})
-        decision = self.make_decision_for_running_worker_group(group, status)
+        status = WorkerGroupPollStatus({0: WorkerStatus(running=not finished)})
+        decision = self.make_decision_for_running_worker_group(self.group, status)
         return None if isinstance(decision, NoopDecision) else decision
 
 
 class State(SimpleNamespace):
     """The part of the controller's state that the policies use."""
 
-    def __init__(self) -> None:
-        waiting: list[WaitingForCapacity] = []
-        super().__init__(start_failure=None, checkpoint="a", commit_count=0, waiting=waiting, publish=waiting.append)
-        self.is_draining, self.budget, self.failures_left = False, FailureWindow(0), None
-        self.loops = LoopWatch(False, lambda event: None)
-        self.standbys, self.assumed_nodes = None, frozenset[str]()
+    def __init__(self, scaling: ScalingSettings | None = None, requester_id: str = "run-x") -> None:
+        self.waiting: list[WaitingForCapacity] = []
         self.failures: dict[int, Exception] = {}
+        self.settings = SimpleNamespace(scaling=scaling or ScalingSettings(max_workers=4), requester_id=requester_id)
+        super().__init__(
+            start_failure=None,
+            checkpoint="a",
+            commit_count=0,
+            is_draining=False,
+            budget=FailureWindow(0),
+            loops=LoopWatch(False, lambda event: None),
+            standbys=SimpleNamespace(release=lambda: None, wait_for_booting=lambda: None, assign=lambda *arguments: {}),
+            publish=self.waiting.append,
+        )
 
-    def of(self, scaling: ScalingSettings, requester_id: str) -> Any:
-        """Return this state with other settings."""
-        self.settings = SimpleNamespace(scaling=scaling, requester_id=requester_id)
-        return self
+    def policy(self) -> RunScalingPolicy:
+        """Return the scaling policy of a controller with this state."""
+        return RunScalingPolicy(scaling_config(self.settings.scaling), self)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -109,14 +117,18 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets seconds pass."""
     passed: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: 1000 + sum(passed), time=time.time, sleep=time.sleep)
-    monkeypatch.setattr(scaling_policy, "time", clock)
+    for module in (scaling_policy, budget):
+        monkeypatch.setattr(module, "time", clock)
     return passed.append
 
 
-def _policy(minimum: int, maximum: int, **more: float) -> Cluster:
+def _policy(minimum: int = 1, maximum: int = 4, **more: float) -> Cluster:
     defaults = {"stability_delay_seconds": 0, "resize_patience_seconds": 0, "resize_check_interval_seconds": 1}
     settings = ScalingSettings(min_workers=minimum, max_workers=maximum, **{**defaults, **more})
-    return Cluster(scaling_config(settings), Cluster.shared.of(settings, "run-x"))
+    Cluster.shared.settings.scaling = settings
+    policy = Cluster(scaling_config(settings), Cluster.shared)
+    policy.group = _group(2)
+    return policy
 
 
 class Worker:
@@ -132,7 +144,7 @@ class Worker:
 
 def _group(size: int) -> SimpleNamespace:
     workers = [Worker(f"n{number}") for number in range(size)]
-    return SimpleNamespace(workers=workers, num_workers=size, start_time=1.0)
+    return SimpleNamespace(workers=workers, num_workers=size)
 
 
 def _context(max_preemption_failures: int = -1) -> Any:
@@ -155,16 +167,16 @@ def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
 def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = _policy(1, 4)
-    found.taken = {0, 1, 2}
+    policy = _policy()
+    policy.taken = {0, 1, 2}
 
     def remove() -> int:
-        found.taken = ()
-        found._show(4)
+        policy.taken = ()
+        policy.show(4)
         return 1
 
     monkeypatch.setattr(scaling_policy, "remove_orphaned_placement_groups", remove)
-    assert found.start(4) == 4
+    assert policy.start(4) == 4
 
 
 def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_the_first_moment(
@@ -172,7 +184,7 @@ def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_th
 ) -> None:
     policy = _policy(3, 4)
     assert policy.start(1) == 0
-    assert state.waiting == [], "what a lost group held is being given back"
+    assert state.waiting == []  # what a lost group held is being given back
     later(3.0)
     assert [policy.start(1) for _ in range(3)] == [0, 0, 0]
     (event,) = state.waiting
@@ -184,23 +196,15 @@ def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_th
     assert state.waiting[1].missing == "an answer of the cluster"
 
 
-def test_a_wait_for_capacity_that_is_bounded_ends_with_what_is_missing(later: Callable[[float], None]) -> None:
-    policy = _policy(2, 4, capacity_timeout_seconds=5)
-    assert policy.start(1) == 0
-    later(5.0)
-    with pytest.raises(CapacityTimeoutError, match=r"1 more worker.*capacity_timeout_seconds"):
-        policy.start(1)
-
-
 def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not_after_a_loss(
     later: Callable[[float], None],
 ) -> None:
-    policy = _policy(1, 4, wait_for_max_seconds=60)
+    policy = _policy(wait_for_max_seconds=60)
     assert policy.start(2) == 0
     later(60.0)
     assert policy.start(2) == 2
     later(100.0)
-    assert policy.grow(2, _group(2)) is None
+    assert policy.grow(2) is None
     policy.start(1)
     later(2.0)
     assert policy.start(1) == 1
@@ -217,13 +221,15 @@ def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(state: Stat
 
 
 def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Callable[[float], None]) -> None:
-    policy = _policy(1, 4)
+    policy = _policy()
     assert policy.start(4) == 4
     _fail_to_start(WorkerGroupStartupTimeoutError(4))
     assert policy.start(4) == 3
-    assert policy.grow(4, _group(3), committed=True) is None
+    policy.group = _group(3)
+    assert policy.grow(4) is policy.grow(4, committed=True) is None
     later(600.0)
-    assert policy.grow(4, _group(3), committed=True).num_workers == 4
+    assert policy.grow(4) is None
+    assert policy.grow(4, committed=True).num_workers == 4
 
 
 @pytest.mark.parametrize(
@@ -239,9 +245,9 @@ def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
     policy = _policy(2, 4, capacity_timeout_seconds=30)
     policy.start(2)
     _fail_to_start(failure)
-    assert policy.start(4) == 0, "it pauses"
+    assert policy.start(4) == 0  # it pauses
     later(1.0)
-    assert policy.start(4) == retried, "smaller only for want of room"
+    assert policy.start(4) == retried  # smaller only for want of room
     _fail_to_start(failure)
     later(30.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
@@ -250,68 +256,67 @@ def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
 
 
 def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> None:
-    policy, needy = _policy(1, 4, stability_delay_seconds=60), _policy(3, 4, stability_delay_seconds=60)
-    assert policy.start(2) == 2, "what is there at first counts"
+    policy, needy = _policy(stability_delay_seconds=60), _policy(3, 4, stability_delay_seconds=60)
+    assert policy.start(2) == 2  # what is there at first counts
     assert policy.start(3) == 2
     assert needy.start(2) == 0
     assert needy.start(3) == 3
 
 
 def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(later: Callable[[float], None]) -> None:
-    policy, group = _policy(1, 4), _group(2)
-    assert policy.grow(2, group, committed=True) is None
-    assert policy.grow(4, group) is None
-    assert group.workers[0].told == [], "it looks once in an interval"
+    policy = _policy()
+    assert policy.grow(2, committed=True) is None
+    assert policy.grow(4) is None
+    assert policy.group.workers[0].told == []  # it looks once in an interval
     later(1.0)
-    assert [policy.grow(4, group) for _ in range(3)] == [None] * 3
-    assert [worker.told for worker in group.workers] == [[1], [1]]
-    decision = policy.grow(4, group, committed=True)
+    assert [policy.grow(4) for _ in range(3)] == [None] * 3
+    assert [worker.told for worker in policy.group.workers] == [[1], [1]]
+    decision = policy.grow(4, committed=True)
     assert isinstance(decision, GrowthDecision)
     assert (decision.num_workers, decision.reason) == (4, "commit")
 
 
 def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does() -> None:
-    policy, group = _policy(1, 4), _group(2)
-    assert policy.grow(4, group) is None
-    assert policy.grow(None, group, committed=True) is None
-    assert policy.grow(4, group).reason == "commit", "the ranks have stood still since then"
+    policy = _policy()
+    assert policy.grow(4) is None
+    assert policy.grow(None, committed=True) is None
+    assert policy.grow(4).reason == "commit"  # the ranks have stood still since then
 
 
 def test_a_commit_is_of_no_use_to_a_growth_that_was_not_announced_nor_to_another_group(
-    state: State,
-    later: Callable[[float], None],
+    state: State, later: Callable[[float], None]
 ) -> None:
-    policy, group, other = _policy(1, 4), _group(2), _group(2)
-    for next_group in (group, other):
-        assert policy.grow(None, group, committed=True) is None
-        later(1.0)
-        state.commit_count *= next_group is group  # the first poll of another group finds no commit
-        assert policy.grow(4, next_group) is None, "its ranks have trained on since then"
-        other.start_time = 2.0
+    policy = _policy()
+    assert policy.grow(4, committed=True) is None
+    later(1.0)
+    assert policy.grow(4) is None  # its ranks have trained on since then
+    policy.start(2)
+    state.commit_count += 1
+    assert policy.grow(4) is None  # it was announced to the group before
 
 
 def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interval(
     monkeypatch: pytest.MonkeyPatch, later: Callable[[float], None]
 ) -> None:
-    policy, asked = _policy(1, 4), []
+    policy, asked = _policy(), []
     monkeypatch.setattr(policy, "_get_reserved_resources", lambda: [asked.append("each time 5 s"), 1 / 0])
     for seconds in (0.0, 0.0, 1.0):
         later(seconds)
-        assert policy.grow(4, _group(2)) is None
+        assert policy.grow(4) is None
     assert len(asked) == 2
 
 
 def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit_when_patience_is_over(
     later: Callable[[float], None],
 ) -> None:
-    policy, group = _policy(1, 4, resize_patience_seconds=90), _group(2)
-    policy.grow(4, group)
-    assert policy.grow(2, group, committed=True) is None
-    assert group.workers[0].told == [1, 0]
+    policy = _policy(resize_patience_seconds=90)
+    policy.grow(4)
+    assert policy.grow(2, committed=True) is None
+    assert policy.group.workers[0].told == [1, 0]
     later(1.0)
-    assert policy.grow(4, group) is None
+    assert policy.grow(3) is None
     later(90.0)
-    decision = policy.grow(4, group)
+    decision = policy.grow(4)
     assert (decision.reason, decision.waited_seconds) == ("patience", 90)
 
 
@@ -322,40 +327,40 @@ def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_
     assert wide.start(1) == 1
     with caplog.at_level(logging.WARNING):
         state.loops.most_workers = 2
-        assert wide.grow(8, _group(1), committed=True).num_workers == 2
-        assert wide.grow(8, _group(2), committed=True) is None
-        assert wide.start(8) == 2, "after a failure"
+        wide.group = _group(1)
+        assert wide.grow(8) is None
+        assert wide.grow(8, committed=True).num_workers == 2
+        wide.group = _group(2)
+        assert wide.grow(8, committed=True) is None
+        assert wide.start(8) == 2  # after a failure
     [warning] = caplog.messages
     assert warning.startswith("At most 2 worker(s) will train, since a step has no samples for more")
     assert _policy(1, 2).start(8) == 2
-    assert caplog.messages == [warning], "max_workers=2 needs no warning"
+    assert caplog.messages == [warning]  # max_workers=2 needs no warning
 
 
 def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> None:
-    assert _policy(1, 4).grow(1, _group(3), committed=True) is None
-    policy = _policy(1, 4)
-    policy._show(4)
-    status = WorkerGroupPollStatus({0: WorkerStatus(running=True), 1: WorkerStatus(running=False)})
-    assert isinstance(policy.make_decision_for_running_worker_group(_group(2), status), NoopDecision)
+    policy = _policy()
+    policy.group = _group(3)
+    assert policy.grow(1) is policy.grow(1, committed=True) is None
+    assert policy.grow(4, finished=True) is None
+    assert policy.group.workers[0].told == []
 
 
 @pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.6, 3), (1.0, 3)])
 def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_point(each: float, total: float) -> None:
-    settings = ScalingSettings(resources_per_worker={"CPU": each})
-    asked_for = RunScalingPolicy(scaling_config(settings), State().of(settings, "run-x"))
-    asked, left, bundles = asked_for.scaling_config._resources_per_worker_not_none["CPU"], total, 0
+    policy = State(ScalingSettings(resources_per_worker={"CPU": each})).policy()
+    asked, left, bundles = policy.scaling_config._resources_per_worker_not_none["CPU"], total, 0
     while left >= asked:
         left, bundles = left - asked, bundles + 1
     assert bundles == int(round(total * 10) // round(each * 10))
 
 
-def test_the_policy_reserves_under_the_runs_own_id(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings, asked = ScalingSettings(max_workers=4), []
-    made = RunScalingPolicy(scaling_config(settings), State().of(settings, "run-x"))
-    client = scaling_policy.rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
-    monkeypatch.setattr(scaling_policy.rays.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
+def test_the_policy_reserves_under_the_runs_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    coordinators = scaling_policy.rays.autoscaling_coordinator_client
+    client = coordinators.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(coordinators, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
 
     def reserved(requester: str, recompute: bool) -> dict[str, dict[str, float]]:
         asked.append((requester, recompute))
@@ -365,17 +370,17 @@ def test_the_policy_reserves_under_the_runs_own_id(
     monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
     monkeypatch.setattr(scaling_policy.ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
-    made.after_controller_start(_context())
-    assert made._get_reserved_resources() == {"n0": {"CPU": 1.0}}
+    policy = State().policy()
+    policy.after_controller_start(_context())
+    assert policy._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
-    assert scaling_policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, (
-        "two renewals fit in"
-    )
+    assert coordinators.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60  # two renewals fit in
 
 
 def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = controller.TrainController.__new__(controller.TrainController)
-    found._health_check_interval_s, found._longest_interval, statuses = 0.1, 0.0, dict[int, WorkerStatus]()
+    found = TrainController.__new__(TrainController)
+    found._health_check_interval_s = found._longest_interval = 0.1
+    statuses: dict[int, WorkerStatus] = {}
 
     async def poll(self: object) -> SimpleNamespace:
         return SimpleNamespace(worker_statuses=statuses)
@@ -391,12 +396,11 @@ def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch
     report: Any = object()
     assert [interval(32), interval(32, report), interval(32, report)] == [0.1, 0.01, 0.01]
     assert [interval(32) for _ in range(7)] == [0.015, 0.0225, 0.0338, 0.0506, 0.0759, 0.1, 0.1]
-    assert interval(33, report) == 0.1, "each poll costs the controller time"
+    assert interval(33, report) == 0.1  # each poll costs the controller time
 
 
 def test_a_run_that_is_alone_on_its_cluster_reserves_nothing_and_boots_no_coordinator() -> None:
-    settings = ScalingSettings(max_workers=4)
-    alone = RunScalingPolicy(scaling_config(settings), State().of(settings, ""))
+    alone = State(requester_id="").policy()
     alone.after_controller_start(_context())
     alone._maybe_send_resource_request()
     assert alone._coordinator_client is None
@@ -428,10 +432,8 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
         Node("n2", {"CPU": 1.0}, {"CPU": float(free)}),
     ]
     monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: nodes)
-    settings = ScalingSettings(min_workers=2, max_workers=2)
-    RunScalingPolicy(scaling_config(settings), State().of(settings, "")).after_controller_start(
-        _context(max_preemption_failures)
-    )
+    policy = State(ScalingSettings(min_workers=2, max_workers=2), requester_id="").policy()
+    policy.after_controller_start(_context(max_preemption_failures))
     kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # as for an actor
     notices: list[Any] = []
     worker: Any = SimpleNamespace(mark_preempt=SimpleNamespace(remote=notices.append))
@@ -442,11 +444,11 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
     if not is_told:
         drained["n0"] = int(1000 * (time.time() + 30))
         watcher._poll_once()
-        assert len(notices) == 1, "it is looked at again"
+        assert len(notices) == 1  # it is looked at again
 
 
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:
-    policy, renewed = _policy(1, 4), list[str]()
+    policy, renewed = _policy(), list[str]()
     policy._maybe_send_resource_request = lambda: renewed.append("in time")
     for current in (PreemptingState(None, 0.0), RunningState()):  # of which the second asks for a decision
         policy.after_controller_state_update(current, current)
@@ -458,9 +460,6 @@ def test_of_several_faults_of_the_storage_the_permanent_one_counts(state: State,
     state.is_draining = True
     faults = [StorageFaultError("…", kind="outage", permanent=is_it) for is_it in (permanent_is_first, True, False)]
     error = WorkerGroupError("ranks failed", {0: ValueError("nan"), **dict(enumerate(faults, 1))})
-    fault = decisive_failure(error.worker_failures.values())
-    assert isinstance(fault, StorageFaultError)
-    assert fault.permanent
     unlimited = RunFailurePolicy(FailureConfig(max_failures=-1), state)
     assert unlimited.make_decision(error) is FailureDecision.RAISE
     assert unlimited.make_decision(WorkerGroupError("a rank failed", {0: faults[-1]})) is FailureDecision.RETRY
@@ -477,45 +476,41 @@ def test_of_several_faults_of_the_storage_the_permanent_one_counts(state: State,
 )
 def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_time(
     state: State,
-    monkeypatch: pytest.MonkeyPatch,
+    later: Callable[[float], None],
     after: float,
     trained: float,
     commits: bool,
     decision: FailureDecision,
 ) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(budget, "time", clock)
     state.budget = FailureWindow(after)
     failure_policy = RunFailurePolicy(FailureConfig(max_failures=1, max_preemption_failures=0), state)
     failure = WorkerGroupError("a rank failed", {0: ValueError("nan")})
 
     def train(seconds: float) -> None:
         state.budget.begin_group()
-        clock.now += seconds
+        later(seconds)
         state.budget.commit()
 
     train(1000)
     assert failure_policy.make_decision(failure) is FailureDecision.RETRY
     assert state.failures_left == 0
     state.budget.end_group()
-    clock.now += 1000  # waits for capacity
+    later(1000)  # waits for capacity
     train(trained if commits else 1)
-    clock.now += 0 if commits else trained
+    later(0 if commits else trained)
     assert failure_policy.make_decision(failure) is decision
     state.is_draining = True
-    assert failure_policy.make_decision(failure) is FailureDecision.RAISE, "preemptions are counted apart"
+    assert failure_policy.make_decision(failure) is FailureDecision.RAISE  # preemptions are counted apart
 
 
 def test_a_loop_that_saves_when_it_starts_and_then_fails_at_the_same_step_is_never_forgiven(
-    monkeypatch: pytest.MonkeyPatch,
+    later: Callable[[float], None],
 ) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(budget, "time", clock)
     found, counts = FailureWindow(3600), []
     for _ in range(5):
         found.begin_group()
         found.commit()
-        clock.now += 4000
+        later(4000)
         counts.append(found.record_failure("worker_group"))
         found.end_group()
     assert counts == [0, 1, 2, 3, 4]
@@ -542,76 +537,71 @@ def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
     assert (said, following, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
 
 
+def _starting_group(
+    state: State, monkeypatch: pytest.MonkeyPatch, living: Collection[str], start: Callable[[Any], object]
+) -> tuple[RunWorkerGroup, list[str]]:
+    """Return a worker group whose start was decided from the nodes a and b, and what of it is ended."""
+    ended: list[str] = []
+    handle = SimpleNamespace(shutdown=lambda: ended.append("placement group"))
+    state.assumed_nodes = {"a", "b"}
+    state.timing = SimpleNamespace(mark=lambda phase: None)
+    for name, replaced in (("_start", start), ("_create_placement_group", lambda *arguments: handle)):
+        monkeypatch.setattr(worker_group.WorkerGroup, name, replaced)
+    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])
+    monkeypatch.setattr(worker_group, "_NODES_SECONDS", 0.001)
+    group = RunWorkerGroup.__new__(RunWorkerGroup)
+    group.state = state  # type: ignore[assignment]
+    group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
+    group._worker_group_context = SimpleNamespace(num_workers=2)
+    group._world_rank_to_ongoing_poll = {}
+    return group, ended
+
+
 _DIED = RayActorError()
 _WRAPPED = WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.")
 _WRAPPED.__cause__ = _DIED
 
 
+@pytest.mark.parametrize("living", ["ab", "a"])
 @pytest.mark.parametrize(
-    ("error", "living", "raised"),
+    ("error", "raised"),
     [
-        (_DIED, ("a", "b"), WorkerGroupError),
-        (_WRAPPED, ("a", "b"), WorkerGroupError),
-        (ActorUnschedulableError("no place"), ("a", "b"), WorkerGroupError),
-        (_DIED, ("a",), WorkerGroupStartupFailedError),
-        (_WRAPPED, ("a",), WorkerGroupStartupFailedError),
-        (ActorUnschedulableError("no place"), ("a",), WorkerGroupStartupFailedError),
-        (WorkerGroupStartupTimeoutError(2), ("a", "b"), WorkerGroupStartupTimeoutError),
+        (_DIED, WorkerGroupError),
+        (_WRAPPED, WorkerGroupError),
+        (ActorUnschedulableError("no place"), WorkerGroupError),
+        (WorkerGroupStartupTimeoutError(2), WorkerGroupStartupTimeoutError),
     ],
 )
 def test_a_start_leaves_no_worker_behind_and_fails_for_a_lost_node_while_a_dead_worker_is_a_failure_of_the_group(
-    state: State, monkeypatch: pytest.MonkeyPatch, error: Exception, living: tuple[str, ...], raised: Any
+    state: State, monkeypatch: pytest.MonkeyPatch, error: Exception, living: str, raised: type[Exception]
 ) -> None:
-    ended: list[str] = []
-    state.assumed_nodes = frozenset(("a", "b"))
-    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])
-    group = RunWorkerGroup.__new__(RunWorkerGroup)
-    group.state = state
-    group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
-    group._worker_group_context = SimpleNamespace(num_workers=2)
-    group._world_rank_to_ongoing_poll = {}
-
     def fail(self: Any) -> None:
         raise error
 
-    monkeypatch.setattr(worker_group.WorkerGroup, "_start", fail)
-    with pytest.raises(raised) as caught:
+    group, ended = _starting_group(state, monkeypatch, living, fail)
+    with pytest.raises(raised if living == "ab" else WorkerGroupStartupFailedError) as caught:
         group._start()
-    assert getattr(caught.value, "worker_failures", {}) == (
-        dict.fromkeys((0, 1), error.__cause__ or error) if raised is WorkerGroupError else {}
-    )
+    if isinstance(caught.value, WorkerGroupError):
+        assert caught.value.worker_failures == dict.fromkeys((0, 1), error.__cause__ or error)
     assert ended == ["workers"]
     assert not group.has_started()
 
 
-@pytest.mark.parametrize(("left", "outcome"), [(("a", "b"), "timeout"), (("a",), "gone")])
-def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_decided_from(
-    state: State, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], outcome: str
+@pytest.mark.parametrize(
+    ("living", "placed_on", "is_given_up"), [("ab", "", False), ("a", "", True), ("a", "a", False)]
+)
+def test_a_start_is_given_up_when_a_node_goes_that_it_was_decided_from_or_is_placed_on(
+    state: State, monkeypatch: pytest.MonkeyPatch, living: str, placed_on: str, is_given_up: bool
 ) -> None:
-    ended: list[str] = []
-    state.assumed_nodes = frozenset(("a", "b"))
-    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
-    handle: Any = SimpleNamespace(wait=lambda seconds: False, shutdown=lambda: ended.append("group"))
-    wait = worker_group._make_placement_wait(handle, state)
-    if outcome == "timeout":
-        assert not wait(0.01)
-    else:
-        with pytest.raises(WorkerGroupStartupFailedError, match="1 node"):
-            wait(30)
-    assert ended == ([] if outcome == "timeout" else ["group"])
-
-
-@pytest.mark.parametrize(("left", "removed"), [(("a", "b"), []), (("a",), ["group"])])
-def test_workers_that_boot_are_given_up_when_a_node_of_theirs_goes(
-    monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], removed: list[str]
-) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(worker_group, "placement_group_table", lambda of: {"bundles_to_node_id": {0: "a", 1: "b"}})
-    monkeypatch.setattr(worker_group, "_NODES_SECONDS", 0.001)
-    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
-    monkeypatch.setattr(worker_group, "remove_placement_group", ended.append)
-    group: Any = "group"
-    with worker_group._abort_on_lost_node(group):
+    def start(self: Any) -> None:
+        self._create_placement_group(scaling_config(ScalingSettings()), None)
+        if placed_on:
+            self._create_workers(0, None, {})
         time.sleep(0.2)
-    assert ended == removed
+
+    bundles = dict(enumerate(placed_on))
+    monkeypatch.setattr(worker_group, "placement_group_table", lambda of: {"bundles_to_node_id": bundles})
+    group, ended = _starting_group(state, monkeypatch, living, start)
+    group._start()
+    assert ended == ["placement group"] * is_given_up
     assert not [thread for thread in threading.enumerate() if thread.name == "watch nodes"]

@@ -1,7 +1,5 @@
 """Trying a storage before training: what is found, how it is said, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
@@ -29,6 +27,14 @@ def _left(storage: Storage) -> list[str]:
     return [name for name in found if name.startswith(PREFIX)]
 
 
+def _refusal(settings: Any, kind: str, permanent: bool = True) -> str:
+    """Return why a storage is refused, by the driver or by a node."""
+    with pytest.raises(StorageFaultError) as refused, preflight(settings) as probe:
+        probe.try_from("node")
+    assert (refused.value.kind, refused.value.permanent) == (kind, permanent)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 def test_a_storage_that_is_fit_passes_from_each_machine_and_nothing_is_left(storage: Storage) -> None:
     storage.run("mnist").replace("a", b"x")
@@ -47,12 +53,9 @@ def test_a_directory_that_cannot_be_used_is_said_with_what_to_do(tmp_path: Path)
     (tmp_path / "runs").write_bytes(b"x")
     with pytest.raises(OSError, match=f"{tmp_path}/runs"), preflight(LocalStorageSettings(path=str(tmp_path / "runs"))):
         pass
-    # Not even root may write there.
-    with pytest.raises(StorageFaultError) as refused, preflight(LocalStorageSettings(path="/sys/runs")):
-        pass
-    assert (refused.value.kind, refused.value.permanent) == ("read-only", True)
-    assert "/sys/runs" in str(refused.value)
-    assert "give this user write permission, or use another path" in str(refused.value)
+    reason = _refusal(LocalStorageSettings(path="/sys/runs"), "read-only")  # not even root may write there
+    assert "/sys/runs" in reason
+    assert "give this user write permission, or use another path" in reason
 
 
 def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +63,14 @@ def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytes
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(StorageFaultError, match="use a disk, NFS, or a store") as refused, preflight(disk.settings):
-        pass
-    assert (refused.value.kind, refused.value.permanent) == ("not supported", True)
+    assert "use a disk, NFS, or a store" in _refusal(disk.settings, "not supported")
     assert _left(disk) == []
 
 
 def test_a_machine_that_does_not_see_the_directory_is_named(disk: Storage, tmp_path: Path) -> None:
     elsewhere = disk.settings.model_copy(update={"path": str(tmp_path)})
     with preflight(disk.settings) as probe:
-        there = dataclasses.replace(probe, settings=elsewhere)
+        there = dataclasses.replace(probe, store=Storage(elsewhere).run("mnist"))
         with pytest.raises(StorageFaultError, match="node-7 cannot read the file that the driver wrote") as refused:
             there.try_from("node-7")
     assert (refused.value.kind, refused.value.permanent) == ("not shared", True)
@@ -120,12 +121,9 @@ def unfit(request: pytest.FixtureRequest) -> Iterator[FsspecStorageSettings]:
     indirect=["unfit"],
 )
 def test_a_store_that_does_not_do_what_a_run_needs_is_refused(unfit: FsspecStorageSettings, says: str) -> None:
-    with pytest.raises(StorageFaultError) as refused, preflight(unfit) as probe:
-        probe.try_from("node")
-    assert (refused.value.kind, refused.value.permanent) == ("unfit", True)
-    assert says in str(refused.value)
-    assert unfit.url in str(refused.value)
-    assert "To go on, use a" in str(refused.value)
+    reason = _refusal(unfit, "unfit")
+    for part in (says, unfit.url, "To go on, use a"):
+        assert part in reason
 
 
 def test_a_store_without_its_package_is_refused_with_the_package() -> None:
@@ -143,10 +141,7 @@ def test_a_wrong_bucket_and_wrong_keys_are_said_at_once(
 ) -> None:
     proxy.allow_keys({s3_settings.access_key_id.get_secret_value()})
     settings = S3StorageSettings(**{**dict(s3_settings), **changed})
-    with pytest.raises(StorageFaultError) as refused, preflight(settings):
-        pass
-    assert (refused.value.kind, refused.value.permanent) == (kind, True)
-    assert settings.uri in str(refused.value)
+    assert settings.uri in _refusal(settings, kind)
     assert len(proxy.requests) <= 4, "asked again and again"
 
 
@@ -156,11 +151,6 @@ def test_a_store_that_is_away_is_said_after_some_seconds_and_not_asked_to_delete
 ) -> None:
     assert preflight_module._RETRY_SECONDS <= 15
     monkeypatch.setattr(preflight_module, "_RETRY_SECONDS", 0.3)
-    with (
-        pytest.raises(StorageFaultError, match="Is it up and reachable from this machine") as refused,
-        preflight(unfit),
-    ):
-        pass
-    assert (refused.value.kind, refused.value.permanent) == ("connection", False)
+    assert "Is it up and reachable from this machine" in _refusal(unfit, "connection", permanent=False)
     assert len(Unfit.asked) > 1
     assert set(Unfit.asked) == {"write"}

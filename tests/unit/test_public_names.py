@@ -1,7 +1,5 @@
 """The package's public face: its names, and how little importing it costs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

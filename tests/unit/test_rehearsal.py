@@ -1,15 +1,13 @@
 """Rehearsals: schedules, what a training's events come to, what is wrong with a loop by two of them, certificates."""
 
-from __future__ import annotations
-
 import json
-import os
+import math
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +20,13 @@ from typer.testing import CliRunner
 from prefect_elastic_train import ElasticScaling
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
 from prefect_elastic_train.rehearsal import fault_injector
 from prefect_elastic_train.rehearsal.certificate import Certificate, InjectedFault, Problem
-from prefect_elastic_train.rehearsal.comparison import compare_trainings, diagnose_undisturbed
+from prefect_elastic_train.rehearsal.comparison import Comparison, compare_trainings, diagnose_undisturbed
 from prefect_elastic_train.rehearsal.fault_injector import FaultInjector
 from prefect_elastic_train.rehearsal.runner import rehearse
 from prefect_elastic_train.rehearsal.sandbox import Sandbox, StopTraining
@@ -39,20 +38,18 @@ from tests.support.schedules import poisson
 
 
 def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
-    for plan in (lambda seed: schedule_faults(KINDS, seed, 5.0), lambda seed: [*islice(poisson(KINDS, seed, 5.0), 20)]):
+    for plan in (lambda seed: schedule_faults(KINDS, seed), lambda seed: [*islice(poisson(KINDS, seed, 5.0), 20)]):
         assert plan(3) == plan(3) != plan(4)
-    waits = [fault.wait_seconds for fault in islice(poisson(KINDS, 1, 60.0), 1000)]
-    assert 50 < sum(waits) / len(waits) < 70
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_faults_that_change_the_number_of_workers_come_last_and_each_lost_node_is_replaced(seed: int) -> None:
-    kinds = [fault.kind for fault in schedule_faults(KINDS, seed, 5.0)]
+    kinds = [fault.kind for fault in schedule_faults(KINDS, seed)]
     assert sorted(kinds[:4]) == ["driver", "freeze", "storage", "worker"]
     assert [kinds[5], kinds[7]] == ["growth", "growth"]
     assert {kinds[4], kinds[6]} == {"node", "drain"}
-    assert [fault.kind for fault in schedule_faults(["growth"], seed, 5.0)] == ["node", "growth"]
-    fixed = [fault.kind for fault in schedule_faults(["node", "growth"], seed, 5.0, can_shrink=False)]
+    assert [fault.kind for fault in schedule_faults(["growth"], seed)] == ["node", "growth"]
+    fixed = [fault.kind for fault in schedule_faults(["node", "growth"], seed, can_shrink=False)]
     assert fixed == ["node"], "where the training waits for a node there is nothing to grow"
     assert {fault.choose("abc") for fault in islice(poisson(KINDS, seed, 5.0), 50)} == {*"abc"}
 
@@ -72,15 +69,22 @@ def _report(trace: Trace, at: float, checkpoint: str = "", **metrics: Any) -> No
     )
 
 
+LOSSES = [1 / step for step in range(1, 31)]
+
+
+def _changed(since: int, by: float) -> list[float]:
+    return [loss if step < since else loss * (1 + by) for step, loss in enumerate(LOSSES, 1)]
+
+
 def _trace(
-    losses: Sequence[float],
+    losses: Sequence[float] = LOSSES,
     resumes: dict[int, tuple[int, int]] | None = None,
     folder: Path | None = None,
     every: int = 5,
     states: Sequence[float] | None = None,
 ) -> Trace:
     """A training with a report a second and a checkpoint every five; ``resumes``: from which step, with how many."""
-    trace, world = Trace(), 2
+    trace, world = Trace(folder=folder or Path("/none")), 2
     _begin(trace)
     for step, loss in enumerate(losses, 1):
         if resumes and step in resumes:
@@ -92,9 +96,16 @@ def _trace(
         _report(trace, float(step), checkpoint, step=step, loss=loss, seconds=random.random())
         if checkpoint and folder is not None:
             (folder / checkpoint).mkdir(parents=True)
-            state = loss if states is None else states[step - 1]
+            state = (states or losses)[step - 1]
             np.savez(folder / checkpoint / "weights.npz", inner=np.array([1.0, state]), seconds=random.random())
     return trace
+
+
+def _compare(folders: Path, undisturbed: Sequence[float] = LOSSES, **disturbed: Any) -> Comparison:
+    """Compare two trainings whose states can be read."""
+    return compare_trainings(
+        _trace(undisturbed, folder=folders / "one"), _trace(**{"folder": folders / "other", **disturbed})
+    )
 
 
 def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None:
@@ -111,9 +122,7 @@ def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None
 
 
 def test_a_certificate_is_not_passed_where_nothing_after_a_fault_can_be_compared(tmp_path: Path) -> None:
-    folders = tmp_path / "one", tmp_path / "other"
-    one, other = _trace(LOSSES[:10], {}, folders[0]), _trace(LOSSES, {11: (10, 2)}, folders[1])
-    [found] = compare_trainings(one, other, *folders).problems
+    [found] = _compare(tmp_path, LOSSES[:10], resumes=ONCE).problems
     assert (found.level, found.about) == ("fail", "not comparable")
     assert "save_every=<steps>" in found.remedy
 
@@ -141,53 +150,44 @@ def test_how_far_a_loop_is_its_finest_counter_tells_or_the_number_of_reports(
 
 # ------------------------------------------------------------------------------------------ comparison
 
-LOSSES = [1 / step for step in range(1, 31)]
-SAME: list[float] = []
 
-
-def _changed(since: int, by: float) -> list[float]:
-    return [loss if step < since else loss * (1 + by) for step, loss in enumerate(LOSSES, 1)]
+ONCE, SMALLER = {11: (10, 2)}, {11: (10, 1), 16: (15, 2)}
 
 
 @pytest.mark.parametrize(
-    ("losses", "states", "resumes", "about", "part"),
+    ("what", "since", "by", "resumes", "about", "part"),
     [
-        (LOSSES, None, {11: (10, 2)}, "", "bit for bit the same"),
-        (LOSSES, _changed(11, 1e-5), {11: (10, 1), 16: (15, 2)}, "", "the same within 7e-07"),
-        (_changed(11, 0.5), None, {11: (10, 2)}, "does not restore all state", "random state"),
-        (_changed(12, 0.5), None, {11: (10, 2)}, "does not restore all state", "optimizer's state"),
-        (LOSSES, _changed(16, 0.5), {11: (10, 2), 16: (15, 2)}, "does not restore all state", "after 20 reports"),
-        (_changed(12, 0.5), None, {11: (10, 1), 16: (15, 2)}, "depends on the world size", "with 2, then 1 workers"),
-        (_changed(2, 0.01), None, {11: (10, 2)}, "not deterministic", "after 5 reports"),
+        ("losses", 1, 0.0, ONCE, "", "bit for bit the same"),
+        ("states", 11, 1e-5, SMALLER, "", "the same within 7e-07"),
+        ("losses", 11, 0.5, ONCE, "does not restore all state", "random state"),
+        ("losses", 12, 0.5, ONCE, "does not restore all state", "optimizer's state"),
+        ("states", 16, 0.5, {**ONCE, 16: (15, 2)}, "does not restore all state", "after 20 reports"),
+        ("states", 11, 0.5, ONCE, "does not restore all state", "averaged weights"),
+        ("losses", 12, 0.5, SMALLER, "depends on the world size", "with 2, then 1 workers"),
+        ("losses", 2, 0.01, ONCE, "not deterministic", "after 5 reports"),
         # Where the number of workers has changed, noise may grow; what comes at once is none.
-        (LOSSES, _changed(16, 0.5), {11: (10, 1)}, "", "bit for bit the same"),
-        (LOSSES, _changed(16, 0.5), {11: (10, 1), 21: (20, 2)}, "", "rounding differences"),
-        (
-            LOSSES,
-            _changed(21, 0.5),
-            {11: (10, 1), 21: (20, 2)},
-            "depends on the world size",
-            "with 2, then 1, then 2 workers",
-        ),
-        (_changed(18, 0.5), None, {11: (10, 1), 16: (15, 1)}, "does not restore all state", "optimizer's state"),
-        (LOSSES, _changed(11, float("nan")), {11: (10, 2)}, "does not restore all state", "by inf"),
+        ("states", 16, 0.5, {11: (10, 1)}, "", "bit for bit the same"),
+        ("states", 16, 0.5, {11: (10, 1), 21: (20, 2)}, "", "rounding differences"),
+        ("states", 21, 0.5, {11: (10, 1), 21: (20, 2)}, "depends on the world size", "with 2, then 1, then 2 workers"),
+        ("losses", 18, 0.5, {11: (10, 1), 16: (15, 1)}, "does not restore all state", "optimizer's state"),
+        ("losses", 11, float("nan"), ONCE, "does not restore all state", "by inf"),
     ],
 )
 @pytest.mark.parametrize("has_state", [True, False])
 def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     tmp_path: Path,
-    losses: list[float],
-    states: list[float] | None,
+    what: str,
+    since: int,
+    by: float,
     resumes: dict[int, tuple[int, int]],
     about: str,
     part: str,
     has_state: bool,
 ) -> None:
-    if not has_state and states is not None:
+    if what == "states" and not has_state:
         pytest.skip("only the checkpoints differ")
-    folders = (tmp_path / "one", tmp_path / "other") if has_state else (None, None)
-    one, other = _trace(LOSSES, {}, folders[0]), _trace(losses, resumes, folders[1], states=states)
-    found = compare_trainings(one, other, tmp_path / "one", tmp_path / "other")
+    folder = tmp_path / "other" if has_state else None
+    found = _compare(tmp_path, resumes=resumes, folder=folder, **{what: _changed(since, by)})
     assert [finding.about for finding in found.problems] == ([about] if about else [])
     told = " ".join([found.compared, *(finding.message for finding in found.problems)])
     if has_state or "reports" not in part:
@@ -196,64 +196,47 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     assert found.metrics["step"] == found.undisturbed_metrics["step"] == 30
 
 
-@pytest.mark.parametrize(
-    ("file", "losses", "about"),
-    [
-        ("meta.json", _changed(11, 0.5), "does not restore all state"),
-        ("meta.json", SAME, "not comparable"),
-        ("model.msgpack", _changed(11, 0.5), "does not restore all state"),
-    ],
-)
-def test_a_checkpoint_of_which_only_counts_are_read_is_no_state(
-    tmp_path: Path, file: str, losses: list[float], about: str
-) -> None:
-    traces = []
-    for name, resumes in (("one", {}), ("other", {11: (10, 2)})):
-        trace = _trace(losses if resumes and losses else LOSSES, resumes)
-        if not losses:
-            trace.reports = [one._replace(metrics={"step": one.metrics["step"]}) for one in trace.reports]
-        for one in trace.reports:
-            if one.checkpoint:
-                (tmp_path / name / one.checkpoint).mkdir(parents=True)
-                (tmp_path / name / one.checkpoint / file).write_text(json.dumps(one.metrics))
-        traces.append(trace)
-    found = compare_trainings(*traces, tmp_path / "one", tmp_path / "other")
-    assert [one.about for one in found.problems] == [about]
-    assert found.difference is None
+@pytest.mark.parametrize("resumes", [ONCE, SMALLER])
+def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path: Path, resumes: Any) -> None:
+    one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=resumes)
+    for step in (15, 20, 25, 30):
+        np.savez(tmp_path / "other" / f"step-{step}" / "weights.npz", renamed=np.ones(2))
+    [problem] = compare_trainings(one, other).problems
+    assert problem.about == "not comparable"
+    np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
+    [problem] = compare_trainings(one, other).problems
+    assert problem.about in ("does not restore all state", "depends on the world size")
 
 
-def test_state_that_no_metric_depends_on_is_compared_too(tmp_path: Path) -> None:
-    folders = tmp_path / "one", tmp_path / "other"
-    one, other = _trace(LOSSES, {}, folders[0]), _trace(LOSSES, {11: (10, 2)}, folders[1], states=_changed(11, 0.5))
-    [problem] = compare_trainings(one, other, *folders).problems
-    assert "averaged weights" in problem.message
+def test_trainings_of_which_only_counts_are_known_are_not_compared() -> None:
+    traces = [_trace(), _trace(resumes=ONCE)]
+    for trace in traces:
+        trace.reports = [one._replace(metrics={"step": one.metrics["step"]}) for one in trace.reports]
+    [problem] = compare_trainings(*traces).problems
+    assert (problem.about, problem.remedy) == ("not comparable", "report the loss, too")
 
 
 def test_resumes_beyond_what_the_undisturbed_training_has_done_are_told(tmp_path: Path) -> None:
-    folders = tmp_path / "one", tmp_path / "other"
-    one = _trace(LOSSES[:20], {}, folders[0])
-    other = _trace(LOSSES, {11: (10, 2), 26: (25, 2)}, folders[1], states=_changed(26, 0.5))
-    assert "not compared: the reports after the last 1 of 2 resumes" in compare_trainings(one, other, *folders).compared
+    found = _compare(tmp_path, LOSSES[:20], resumes={11: (10, 2), 26: (25, 2)}, states=_changed(26, 0.5))
+    assert "not compared: the reports after the last 1 of 2 resumes" in found.compared
 
 
-def test_a_tolerance_is_for_what_is_reported_too(tmp_path: Path) -> None:
-    one, other = _trace(LOSSES), _trace(_changed(11, 0.05), {11: (10, 1)})
-    assert compare_trainings(one, other, tmp_path, tmp_path).problems
-    assert not compare_trainings(one, other, tmp_path, tmp_path, tolerance=0.1).problems
+def test_a_tolerance_is_for_what_is_reported_too() -> None:
+    one, other = _trace(), _trace(_changed(11, 0.05), {11: (10, 1)})
+    assert compare_trainings(one, other).problems
+    assert not compare_trainings(one, other, tolerance=0.1).problems
 
 
-def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
-    other = _trace(_changed(11, 0.5), {11: (10, 2)})
+def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it() -> None:
+    other = _trace(_changed(11, 0.5), ONCE)
     other.handle(ev.LoopWarned(problem="no-checkpoint", message="never saved"))
     other.handle(ev.LoopWarned(problem="checkpoint-ignored", message="began again"))
-    found = compare_trainings(_trace(LOSSES), other, tmp_path, tmp_path)
-    assert [(one.about, one.message) for one in found.problems] == [("ignores its checkpoint", "began again")]
+    [problem] = compare_trainings(_trace(), other).problems
+    assert (problem.about, problem.message) == ("ignores its checkpoint", "began again")
 
 
-def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_reports_unequally() -> None:
-    assert diagnose_undisturbed(_trace(LOSSES)) == []
-    [never] = diagnose_undisturbed(_trace(LOSSES, every=100))
-    assert (never.level, never.about) == ("fail", "never saves")
+def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely() -> None:
+    assert diagnose_undisturbed(_trace()) == []
     rare = Trace()
     _begin(rare)
     _report(rare, 600.0, "step-1", step=1)
@@ -262,18 +245,33 @@ def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_rep
     assert (rarely.level, rarely.about) == ("warn", "saves rarely")
     assert "each 600 s" in rarely.message
     assert "each 60 s" in rarely.remedy, "Young and Daly's interval for half a second and one failure an hour"
-    stuck = _trace(LOSSES)
-    error = 'HungLoopError: no report for 60 s; the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
-    errors = {"0": error.format("report"), "1": error.format("train")}
-    stuck.handle(ev.WorkerFailed(errors=errors, retried=True))
-    [unequal] = diagnose_undisturbed(stuck)
-    assert unequal.about == "reports unequally"
-    assert unequal.message.startswith("rank 0 waited")
-    broken = _trace(LOSSES)
-    broken.handle(ev.WorkerFailed(errors={"0": "ValueError: nan"}, retried=True))
-    assert [(one.about, one.message) for one in diagnose_undisturbed(broken)] == [
-        ("fails undisturbed", "ValueError: nan")
-    ]
+
+
+HUNG = 'no report for 60 s; the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
+
+
+@pytest.mark.parametrize(
+    ("every", "causes", "about", "message"),
+    [
+        (100, [], "never saves", "30 reports in 30 s, none with a checkpoint"),
+        (
+            5,
+            [Cause([rank], "HungLoopError", traceback=HUNG.format(of)) for rank, of in enumerate(["report", "train"])],
+            "reports unequally",
+            "rank 0 waited",
+        ),
+        (5, [Cause([0], "ValueError: nan")], "fails undisturbed", "ValueError: nan"),
+    ],
+)
+def test_a_loop_that_never_saves_reports_unequally_or_fails_is_found_undisturbed(
+    every: int, causes: list[Cause], about: str, message: str
+) -> None:
+    trace = _trace(every=every)
+    if causes:
+        trace.handle(ev.WorkerFailed(causes=causes, retried=True))
+    [problem] = diagnose_undisturbed(trace)
+    assert (problem.level, problem.about) == ("fail", about)
+    assert problem.message.startswith(message)
 
 
 # ------------------------------------------------------------------------------------------ playing
@@ -288,8 +286,8 @@ class _InjectedTraining:
         self.trace, self.outage = Trace(), folder / "outage"
         patch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: self.killed.append(pid)))
         sandbox: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
-        enough = more.get("enough", lambda trace: False)
-        self.injector = FaultInjector(sandbox, [*faults], enough, more.get("patience", 60.0), self.log.append)
+        limits = {"counter": "step", "target": math.inf, "timeout_seconds": 60.0, **more}
+        self.injector = FaultInjector(sandbox, [*faults], log=self.log.append, **limits)
         self.scenario = self.injector.inject_faults(self.trace)
         self.steps = 0
 
@@ -311,7 +309,7 @@ def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_repo
 ) -> None:
     monkeypatch.setattr(fault_injector, "_OUTAGE_SECONDS", 0.0)
     faults = [PlannedFault("worker", 0.0, 0.9), PlannedFault("storage", 0.0, 0.0)]
-    on = _InjectedTraining(tmp_path, monkeypatch, *faults, enough=lambda trace: len(trace.reports) > 8)
+    on = _InjectedTraining(tmp_path, monkeypatch, *faults, target=7)
     on.begin()
     on.report()
     assert not on.killed, "there is nothing to resume from"
@@ -334,7 +332,6 @@ def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_repo
     assert len(on.injector.injected) == 1, "nothing was committed since"
     on.report(commits=True)
     assert [one.kind for one in on.injector.injected] == ["worker", "storage"]
-    on.report()
     with pytest.raises(StopIteration):
         on.report()
     assert on.log[0] == "worker: rank 1 was killed"
@@ -344,7 +341,7 @@ def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_repo
 def test_a_fault_that_is_not_recovered_from_is_told_unless_the_end_of_the_loop_has_cut_it_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
 ) -> None:
-    on = _InjectedTraining(tmp_path, monkeypatch, PlannedFault("worker", 0.0, 0.0), patience=0.05)
+    on = _InjectedTraining(tmp_path, monkeypatch, PlannedFault("worker", 0.0, 0.0), timeout_seconds=0.05)
     on.begin()
     on.report(commits=True)
     assert on.killed == [100]
@@ -376,34 +373,20 @@ def test_an_undisturbed_training_ends_so_long_after_its_first_report() -> None:
 # ------------------------------------------------------------------------------------------ certificates
 
 
-def _certificate(**more: Any) -> Certificate:
-    given: dict[str, Any] = {
-        "loop": "loops:train",
-        "framework": "torch",
-        "workers": "1 to 2",
-        "seed": 7,
-        "seconds": 61.0,
-        "at": 0.0,
-        "versions": {"ray": "2.60.0"},
-        "faults": [],
-        "findings": [],
-        "compared": "the same",
-        **more,
-    }
-    return Certificate(**given)
-
-
+CERTIFICATE = Certificate(
+    loop="loops:train", framework="torch", workers="1 to 2", seed=7, at=0.0, versions={"ray": "2.60.0"}
+)
 INJECTED = InjectedFault(kind="worker", what="rank 1 was killed", recovered=True, seconds=1.5, redone=1, workers=1)
 
 
 def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_nothing_is_wrong(tmp_path: Path) -> None:
     warned = Problem(level="warn", about="saves rarely", message="it saves each 600 s", remedy="more often")
-    good = _certificate(faults=[INJECTED], findings=[warned], metrics={"loss": 0.5}, undisturbed_metrics={"loss": 0.5})
+    good = CERTIFICATE.model_copy(update={"faults": [INJECTED], "findings": [warned], "metrics": {"loss": 0.5}})
     assert good.passed
-    lost = INJECTED.model_copy(update={"recovered": False})
-    wrong = Problem(level="fail", about="<script>", message="x")
-    bad = _certificate(faults=[lost]), _certificate(findings=[wrong])
-    assert not any(one.passed for one in bad)
+    lost = CERTIFICATE.model_copy(update={"faults": [INJECTED.model_copy(update={"recovered": False})]})
+    wrong = CERTIFICATE.model_copy(update={"findings": [Problem(about="<script>", message="x")]})
+    assert not lost.passed
+    assert not wrong.passed
     assert "# loops:train recovers from faults" in good.markdown()
     assert "| worker | rank 1 was killed | recovered after 1.5 s; workers: 1, repeated reports: 1 |" in good.markdown()
     assert "*To do:* more often" in good.markdown()
@@ -411,7 +394,7 @@ def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_noth
     assert json.loads((tmp_path / "rehearsal-loops-train-7.json").read_text())["passed"] is True
     assert Certificate.model_validate_json((tmp_path / "rehearsal-loops-train-7.json").read_text()) == good
     assert "<td>rank 1 was killed</td>" in (tmp_path / "rehearsal-loops-train-7.html").read_text()
-    bad[1].save(tmp_path)
+    wrong.save(tmp_path)
     assert "<script>" not in (tmp_path / "rehearsal-loops-train-7.html").read_text()
 
 
@@ -453,25 +436,28 @@ def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed
     assert not folders[0].exists()
 
 
-def test_a_training_is_cut_off_when_the_time_of_the_rehearsal_is_over(tmp_path: Path) -> None:
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    """A sandbox whose training does not end by itself."""
     with closing(Sandbox(Payload("json:loads"), "none", ElasticScaling(), tmp_path, lambda *_: None)) as sandbox:
-        sandbox._scenario = (None for _ in iter(int, 1))  # without an end
+        sandbox._scenario = (None for _ in count())
         sandbox.check_stop()
-        sandbox.ends_at = time.time()
-        with pytest.raises(StopTraining):
-            sandbox.check_stop()
+        yield sandbox
 
 
-def test_a_training_ends_by_a_signal_whose_exception_an_import_has_dropped(tmp_path: Path) -> None:
+def test_a_training_is_cut_off_when_the_time_of_the_rehearsal_is_over(sandbox: Sandbox) -> None:
+    sandbox.ends_at = time.time()
+    with pytest.raises(StopTraining):
+        sandbox.check_stop()
+
+
+def test_a_training_ends_by_a_signal_whose_exception_an_import_has_dropped(sandbox: Sandbox) -> None:
     watch_signals()
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with closing(Sandbox(Payload("json:loads"), "none", ElasticScaling(), tmp_path, lambda *_: None)) as sandbox:
-            sandbox._scenario = (None for _ in iter(int, 1))  # without an end
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
             sandbox.check_stop()
-            os.kill(os.getpid(), signal.SIGTERM)
-            with pytest.raises(KeyboardInterrupt):
-                sandbox.check_stop()
     finally:
         signal.signal(signal.SIGTERM, before)
 

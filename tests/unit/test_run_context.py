@@ -1,7 +1,5 @@
 """The ids of a run: which of them stay over what, and how a train loop gets at them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -14,6 +12,7 @@ from prefect_elastic_train.loop import RunContext, run_context, use_run_context
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.worker import worker_callbacks
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, private_folder, python, tear
 
@@ -54,7 +53,8 @@ def test_a_loop_can_be_tried_out_without_a_training_and_the_error_says_how() -> 
         run_context()
 
 
-def test_the_context_reaches_the_worker_with_the_callback() -> None:
+def test_the_context_reaches_the_worker_with_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_callbacks, "wait_for_devices", lambda previous: None)
     callback = pickle.loads(pickle.dumps(WorkerHooks(CONTEXT)))
     with use_run_context(RunContext("of an earlier test", "", 0, "", "")):
         with suppress(RuntimeError):  # this is no worker of Ray's

@@ -1,7 +1,5 @@
 """Valid and invalid combinations of workers and accelerators, and the resources that Ray gets for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

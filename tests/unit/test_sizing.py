@@ -1,7 +1,5 @@
 """How many workers fit, with how many a group starts, and when a healthy one grows: over plain values."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +7,10 @@ from hypothesis import strategies as st
 from prefect_elastic_train.controller import sizing
 from prefect_elastic_train.controller.sizing import (
     Demand,
-    Growth,
     Node,
     Stability,
     Start,
+    growth_reason,
     possible_workers,
 )
 from prefect_elastic_train.core.tpu_slices import SliceShape
@@ -85,7 +83,7 @@ def test_only_nodes_with_the_wanted_labels_count(selector: str, fitting: int) ->
 def test_a_share_of_a_gpu_comes_from_one_gpu_and_is_counted_exactly(each: float, total: float, workers: int) -> None:
     assert possible_workers([node("n", total, total)], gpus(each)) == workers
     of_cpus = possible_workers([Node("n", {"CPU": total}, {"CPU": total})], Demand({"CPU": each}, 1, 100))
-    assert of_cpus == round(total * 10) // round(each * 10), "of a CPU it may come from two"
+    assert of_cpus == round(total * 10) // round(each * 10)  # of a CPU it may come from two
 
 
 def test_the_arbiter_between_trainings_has_the_last_word() -> None:
@@ -131,31 +129,17 @@ def test_slices_of_a_single_host_count_one_by_one_and_none_without_another_resou
 
 def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_delay_without_a_gap() -> None:
     nodes = Stability(30)
-    assert nodes.observe(100, ["a"]) == {"a"}
-    assert nodes.observe(110, ["a", "b"]) == {"a"}
-    assert nodes.observe(139, ["a", "b"]) == {"a"}
-    assert nodes.observe(140, ["a", "b"]) == {"a", "b"}
-    assert nodes.observe(141, ["b"]) == {"b"}
-    assert nodes.observe(142, ["a", "b"]) == {"b"}
+    seen = [(100, "a", "a"), (110, "ab", "a"), (139, "ab", "a"), (140, "ab", "ab"), (141, "b", "b"), (142, "ab", "b")]
+    for now, existing, stable in seen:
+        assert [one.id for one in nodes.observe(now, [node(name) for name in existing])] == [*stable]
 
 
 def test_a_growth_waits_for_a_commit_and_not_for_ever() -> None:
-    growth = Growth(600)
-    assert growth.due_reason(0, committed=True, has_checkpoint=True) == "", "nothing is decided"
-    assert growth.update(0, current=2, possible=3)
-    assert growth.due_reason(1, committed=True, has_checkpoint=False) == "commit"
-    assert not growth.update(500, current=2, possible=4), "a larger one does not begin the wait anew"
-    assert (growth.target, growth.waited_seconds(500)) == (4, 500)
-    assert growth.due_reason(599, committed=False, has_checkpoint=True) == ""
-    assert growth.due_reason(600, committed=False, has_checkpoint=False) == "", "it would throw away all work"
-    assert growth.due_reason(600, committed=False, has_checkpoint=True) == "patience"
-    assert growth.update(601, current=2, possible=2), "it is called off"
-    assert growth.due_reason(602, committed=True, has_checkpoint=True) == ""
-    assert growth.update(700, current=2, possible=3)
-    assert growth.waited_seconds(701) == 1
-    endless = Growth(0)
-    endless.update(0, current=2, possible=3)
-    assert endless.due_reason(1e9, committed=False, has_checkpoint=True) == ""
+    assert growth_reason(True, True, 1.0, 600.0) == "commit"
+    assert growth_reason(False, True, 599.0, 600.0) == ""
+    assert growth_reason(False, False, 600.0, 600.0) == ""  # it would throw away all work
+    assert growth_reason(False, True, 600.0, 600.0) == "patience"
+    assert growth_reason(False, True, 1e9, 0.0) == ""
 
 
 happenings = st.lists(
@@ -185,13 +169,13 @@ def test_a_start_is_within_bounds_and_capacity_and_of_whole_slices_and_comes_in_
         elif what == "failed":
             start.record_failure(now)
         size = start.size(now, min(possible, largest), min(stable, largest))
-        assert size == 0 or smallest <= size <= min(possible, largest), "within bounds, and never without capacity"
+        assert size == 0 or smallest <= size <= min(possible, largest)  # within bounds, and never without capacity
         assert size % step == 0
         assert smallest <= start.limit(now) <= largest
         asked = size or asked
     start.waited_seconds(now)
     assert start.size(now + 61.0, smallest, 0) == smallest
-    assert start.size(now + 601.0, largest, largest) == largest, "a size that was refused has its turn again"
+    assert start.size(now + 601.0, largest, largest) == largest  # a size that was refused has its turn again
 
 
 def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
@@ -200,7 +184,7 @@ def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
         sizes.append(start.size(0.0, 16, 16))
         start.record_failure(0.0, refused=sizes[-1])
     assert sizes == [16, 15, 13, 9, 2]
-    assert start.size(0.0, 16, 16) == 0, "then it pauses"
+    assert start.size(0.0, 16, 16) == 0  # then it pauses
 
 
 def test_failures_over_days_pause_half_a_minute_each_and_overflow_nothing() -> None:

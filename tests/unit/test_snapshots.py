@@ -1,8 +1,5 @@
 """Reading and repairing Ray Train's snapshot, as plain JSON and in Ray's own checkpoint manager."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -12,18 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
-from ray.train import Checkpoint, CheckpointConfig
+from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     CheckpointManager,
     _CheckpointManagerState,
     _TrainingResultState,
 )
 from ray.train.v2._internal.execution.storage import StorageContext
-from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.controller.checkpoint_manager import RankedCheckpointManager
 from prefect_elastic_train.runs import snapshots
-from tests.unit.support import empty_snapshot, examples, private_folder, with_result
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.storage.store import LocalRunStore
+from tests.unit.ray_storage import Ray
+from tests.unit.support import begin, empty_snapshot, examples, private_folder, with_result
 
 NAMES = [f"checkpoint_{letter}" for letter in "abcdef"]
 
@@ -79,13 +77,12 @@ def test_a_repaired_snapshot_fits_together_and_ray_loads_it(snapshot: dict[str, 
         return
     assert snapshots.checkpoint_names(repaired) == kept
     assert snapshots.parse_snapshot(json.dumps(repaired)) == repaired
-    pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
-    left = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] in kept]
-    assert (repaired["checkpoint_results"], repaired["checkpoint_report_indices"]) == tuple(map(list, zip(*left)))
+    for field in ("checkpoint_results", "pending_training_results"):
+        assert repaired[field] == [result for result in snapshot[field] if result["checkpoint_dir_name"] in kept]
+    steps = [result["metrics"]["step"] for result in repaired["checkpoint_results"]]
+    assert repaired["checkpoint_report_indices"] == steps
     assert snapshots.latest_checkpoint(repaired)["checkpoint_dir_name"] == kept[-1]
-    pending = [one for one in snapshot["pending_training_results"] if one["checkpoint_dir_name"] in kept]
-    assert repaired["pending_training_results"] == pending
-    assert len(pending) == len(repaired["pending_validation_specs"])
+    assert len(repaired["pending_validation_specs"]) == len(repaired["pending_training_results"])
     for name in _STATUS_LISTS if dropped else ():
         assert repaired[name] == [checkpoint for checkpoint in snapshot[name] if checkpoint in kept]
     for untouched in ("ray_version", "current_report_index"):
@@ -126,26 +123,11 @@ def test_a_seeded_run_is_one_that_ray_resumes_from_its_checkpoint(tmp_path: Path
     assert manager.latest_checkpoint_result.metrics == {"loss": 0.5}
 
 
+_NO_SCORES = st.sampled_from([math.nan, math.inf, -math.inf, None, "0.5", [0.5], {"loss": 1}, 10**400])
 _SCORES = st.one_of(
     st.just({}),
-    st.sampled_from([math.nan, math.inf, -math.inf, None, "0.5", [0.5], {"loss": 1}, 10**400]).map(
-        lambda x: {"loss": x}
-    ),
-    st.integers(-2, 2).map(lambda x: {"loss": x}),
-    st.floats(-1, 1).map(lambda x: {"loss": x}),
+    st.fixed_dictionaries({"loss": st.integers(-2, 2) | st.floats(-1, 1) | _NO_SCORES}),
 )
-
-
-def _register(manager: RankedCheckpointManager, folder: Path, number: int, metrics: dict[str, Any]) -> None:
-    """Have Ray's manager take a checkpoint as reported by all ranks."""
-    path = folder / "run" / f"checkpoint_{number}"
-    path.mkdir(parents=True)
-
-    async def register() -> None:
-        checkpoint = Checkpoint(str(path), filesystem=fs.LocalFileSystem())
-        manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
-
-    asyncio.run(register())
 
 
 @examples(30)
@@ -165,23 +147,19 @@ def test_the_best_scored_checkpoints_and_the_newest_are_kept_and_one_without_a_s
     best = [number for _, number in sorted(scored)]
     without = [number for number in range(len(reports)) if number not in best]
     expected = {*[*without, *best][-keep:], len(reports) - 1}
-    config = CheckpointConfig(num_to_keep=keep, checkpoint_score_attribute="loss", checkpoint_score_order=order)
+    policy = {"checkpoint_score_attribute": "loss", "checkpoint_score_order": order}
     with private_folder() as name:
-        folder = Path(name)
-        storage = StorageContext(name, "run", storage_filesystem=fs.LocalFileSystem())
-        manager = RankedCheckpointManager(config, storage)
+        store = LocalRunStore(f"{name}/run")
+        ray = Ray(store, begin(store).attempt, num_to_keep=keep, **policy).start()
         for number, metrics in enumerate(reports):
-            _register(manager, folder, number, metrics)
-        snapshot = snapshots.parse_snapshot((folder / "run" / "checkpoint_manager_snapshot.json").read_bytes())
-        assert snapshot is not None
-        assert {path.name for path in folder.glob("run/checkpoint_*[0-9]")} == {f"checkpoint_{one}" for one in expected}
+            ray.report(f"checkpoint_{number}", **metrics)
+        assert {*store.folders()[1:]} == {f"checkpoint_{number}" for number in expected}
+        snapshot = RunDirectory(store).newest_commit.snapshot
         latest = snapshots.latest_checkpoint(snapshot)
-        assert latest is not None
         assert latest["checkpoint_dir_name"] == f"checkpoint_{len(reports) - 1}", "a restart resumes from the newest"
         ranked = [int(one["checkpoint_dir_name"].rpartition("_")[2]) for one in snapshot["checkpoint_results"]]
         assert ranked == [number for number in [*without, *best] if number in expected], "the best last"
         # Another policy, as after a change of the block: what was loaded is ranked by it.
-        other = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="other", checkpoint_score_order=order)
-        loaded = RankedCheckpointManager(other, storage)
-        indices = [loaded._checkpoint_to_report_index[result.checkpoint] for result in loaded._checkpoint_results]
-        assert indices == sorted(indices)
+        policy["checkpoint_score_attribute"] = "other"
+        numbers = [name.rpartition("_")[2] for name in Ray(store, 1, num_to_keep=1, **policy).start().checkpoints]
+        assert numbers == sorted(numbers)

@@ -1,11 +1,10 @@
 """The spec of a driver: private, and loadable by a process that shares nothing with this one."""
 
-from __future__ import annotations
-
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +14,9 @@ import pytest
 from prefect.utilities.importtools import load_script_as_module
 
 from prefect_elastic_train.core.payload import Payload, dump_payload
-from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import DriverSpec, RunRequest, read_spec, write_spec
+from prefect_elastic_train.core.request import read_spec, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.runs.fingerprints import fingerprint
-from tests.unit.support import python, spec
+from tests.unit.support import claim, python
 
 _LOAD_AND_CALL = """
 import pickle
@@ -71,15 +68,10 @@ def _called_elsewhere(
     return python(_LOAD_AND_CALL, str(file), **environment).stdout.strip()
 
 
-def _spec(payload: bytes = b"", **arguments: Any) -> DriverSpec:
-    request = RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "torch", {"lr": 0.1}), payload=payload)
-    return spec(request, cluster=ClusterSettings(auth_token="hush"), **arguments)
-
-
 def test_a_spec_comes_back_as_it_was_with_its_secrets_for_its_user_alone(tmp_path: Path) -> None:
     file = tmp_path / "spec"
-    write_spec(_spec(payload=b"x" * 10_000), file)  # the next one replaces the whole of it
-    told = _spec(payload=b"no pickle at all", sys_path=["/code"])
+    write_spec(claim(payload=b"x" * 10_000), file)  # the next one replaces the whole of it
+    told = replace(claim(payload=b"no pickle at all"), cluster=ClusterSettings(auth_token="hush"), sys_path=["/code"])
     write_spec(told, file)
     assert read_spec(file) == told
     assert read_spec(file).cluster.auth_token.get_secret_value() == "hush"

@@ -1,12 +1,10 @@
 """Faults that exceptions of storage clients show, and the retries because of them."""
 
-from __future__ import annotations
-
 import asyncio
+import builtins
 import errno
 import http.client
 import itertools
-import logging
 import pickle
 import re
 import socket
@@ -18,19 +16,18 @@ from typing import Any
 
 import aiohttp
 import botocore.exceptions
-import cloudpickle
 import fsspec.exceptions
 import pytest
 import urllib3.exceptions
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome, StorageFaultError
+from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.storage import retries as retries_module
 from prefect_elastic_train.storage.fault_classes import Fault, diagnose
-from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.retries import Retries, Waits, collect_waits, waiting_since
 from tests.support.processes import wait_for
 
@@ -56,7 +53,6 @@ def _as_other_stores_say(status: int) -> list[Exception]:
 
 
 HERE = LocalStorageSettings(path="/runs")
-_url = {"endpoint_url": "https://minio:9000"}
 
 #: By kind of fault, codes with HTTP statuses, or exceptions.
 ANSWERS: dict[str | None, str] = {
@@ -75,58 +71,53 @@ ANSWERS: dict[str | None, str] = {
     "refused (InvalidArgument)": "InvalidArgument/400",
     None: "NoSuchKey/404 404/404 PreconditionFailed/412 412/412 409/409 416/416 NoSuchUpload/404",
 }
-ERRORS: dict[str | None, list[Exception]] = {
+#: By kind of fault, names of exceptions in a module.
+CLASSES: dict[str | None, list[tuple[Any, str]]] = {
     "connection": [
-        botocore.exceptions.EndpointConnectionError(**_url, error="refused"),
-        botocore.exceptions.ConnectTimeoutError(**_url),
-        botocore.exceptions.ProxyConnectionError(proxy_url="http://proxy"),
-        botocore.exceptions.ResponseStreamingError(error="cut"),
-        botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2),
-        botocore.exceptions.HTTPClientError(error="cut"),
-        botocore.exceptions.CredentialRetrievalError(provider="role", error_msg="the metadata service is away"),
-        botocore.exceptions.MetadataRetrievalError(error_msg="time-out"),
-        botocore.exceptions.SSLError(**_url, error="UNEXPECTED_EOF_WHILE_READING"),
-        botocore.exceptions.FlexibleChecksumError(error_msg="wrong"),
-        aiohttp.ClientConnectionError(),
-        aiohttp.ClientPayloadError("cut"),
-        aiohttp.http_exceptions.ContentLengthError("not enough data"),
-        aiohttp.ClientOSError(errno.ECONNRESET, "reset"),
-        urllib3.exceptions.ProtocolError("cut"),
-        http.client.IncompleteRead(b""),
-        http.client.RemoteDisconnected("gone"),
-        socket.gaierror("no such host"),
-        fsspec.exceptions.FSTimeoutError(),
-        TimeoutError(),
-        BrokenPipeError(),
-    ],
-    "busy": [
-        *_as_other_stores_say(503),
-        *(
-            OSError(number, "as the kernel says")
-            for number in (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.EHOSTUNREACH)
+        (
+            botocore.exceptions,
+            """EndpointConnectionError ConnectTimeoutError ProxyConnectionError ResponseStreamingError HTTPClientError
+            IncompleteReadError CredentialRetrievalError MetadataRetrievalError FlexibleChecksumError""",
         ),
+        (aiohttp, "ClientConnectionError ClientPayloadError"),
+        (urllib3.exceptions, "ProtocolError"),
+        (http.client, "IncompleteRead RemoteDisconnected"),
+        (socket, "gaierror"),
+        (fsspec.exceptions, "FSTimeoutError"),
+        (builtins, "TimeoutError BrokenPipeError"),
     ],
     "credentials": [
-        *_as_other_stores_say(403),
-        botocore.exceptions.NoCredentialsError(),
-        botocore.exceptions.PartialCredentialsError(provider="env", cred_var="secret"),
-        botocore.exceptions.ProfileNotFound(profile="none"),
-        PermissionError("the store says no"),
+        (botocore.exceptions, "NoCredentialsError PartialCredentialsError ProfileNotFound"),
+        (builtins, "PermissionError"),
     ],
-    "credentials expired": [
-        botocore.exceptions.TokenRetrievalError(provider="sso", error_msg="expired"),
-        botocore.exceptions.SSOTokenLoadError(error_msg="expired"),
-    ],
-    "wrong region": [botocore.exceptions.NoRegionError()],
-    "TLS": [
-        botocore.exceptions.SSLError(**_url, error="self-signed certificate"),
-        ssl.SSLCertVerificationError("self-signed certificate"),
-    ],
-    "no space": [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "full")],
-    "read-only": [OSError(number, "no") for number in (errno.EROFS, errno.EACCES, errno.EPERM)],
-    None: [FileNotFoundError(errno.ENOENT, "none"), FileExistsError(), ValueError()],
+    "credentials expired": [(botocore.exceptions, "TokenRetrievalError SSOTokenLoadError")],
+    "wrong region": [(botocore.exceptions, "NoRegionError")],
+    "TLS": [(botocore.exceptions, "SSLError"), (ssl, "SSLCertVerificationError")],
+    None: [(builtins, "FileExistsError ValueError")],
 }
-_TOLD = [
+#: By kind of fault, errors of the kernel.
+ERRNOS: dict[str | None, str] = {
+    "busy": "EIO ESTALE EAGAIN EBUSY ENOTCONN EHOSTUNREACH ENOTEMPTY",
+    "no space": "ENOSPC EDQUOT",
+    "read-only": "EROFS EACCES EPERM",
+    None: "ENOENT",
+}
+_TLS = botocore.exceptions.SSLError(endpoint_url="https://minio:9000", error="UNEXPECTED_EOF_WHILE_READING")
+_TOLD: list[tuple[str | None, Exception]] = [
+    *(("busy", error) for error in _as_other_stores_say(503)),
+    *(("credentials", error) for error in _as_other_stores_say(403)),
+    ("connection", _TLS),
+    ("connection", aiohttp.http_exceptions.ContentLengthError("not enough data")),
+    ("connection", aiohttp.ClientOSError(errno.ECONNRESET, "reset")),
+]
+_TOLD += [(kind, OSError(getattr(errno, name), "x")) for kind, names in ERRNOS.items() for name in names.split()]
+_TOLD += [
+    (kind, exception.__new__(exception))
+    for kind, parts in CLASSES.items()
+    for module, names in parts
+    for exception in (getattr(module, name) for name in names.split())
+]
+_TOLD += [
     (kind, error)
     for kind, words in ANSWERS.items()
     for code, status in (word.split("/") for word in words.split())
@@ -137,7 +128,7 @@ _TOLD = [
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [*_TOLD, *((kind, error) for kind, errors in ERRORS.items() for error in errors)],
+    _TOLD,
     ids=lambda value: str(value)[:40] if isinstance(value, str) else type(value).__name__,
 )
 def test_what_an_exception_says_of_the_storage(kind: str | None, error: Exception) -> None:
@@ -159,16 +150,14 @@ def _chained(*errors: Exception) -> Exception:
 def test_what_is_permanent_wins_wherever_it_is_in_the_chain_and_the_stores_answer_over_its_clients_error() -> None:
     denied, busy, cut = _refusal("AccessDenied", 403), _refusal("SlowDown", 503), OSError(errno.EIO, "x")
     full = OSError(errno.ENOSPC, "full")
-    answers = [(denied, busy), (busy, denied), (ValueError(), busy, denied, busy)]
-    without = [(full, cut), (cut, full), (TimeoutError(), full, cut)]
-    for errors, kind in [(errors, "credentials") for errors in answers] + [(errors, "no space") for errors in without]:
-        fault = diagnose(_chained(*errors))
-        assert fault is not None
-        assert (fault.kind, fault.permanent) == (kind, True)
-    for made_of_it in (cut, full):
-        assert diagnose(_chained(made_of_it, busy)) == Fault("busy", False)
-    assert diagnose(_chained(cut, _refusal("NoSuchKey", 404))) is None
-    assert diagnose(_chained(cut, ValueError(), cut)) is not None, "a circle"
+    chains: dict[str | None, list[tuple[Exception, ...]]] = {
+        "credentials": [(denied, busy), (busy, denied), (ValueError(), busy, denied, busy)],
+        "no space": [(full, cut), (cut, full), (TimeoutError(), full, cut)],
+        "busy": [(cut, busy), (full, busy), (cut, ValueError(), cut)],  # the last one is a circle
+        None: [(cut, _refusal("NoSuchKey", 404))],
+    }
+    for kind, errors in ((kind, errors) for kind, several in chains.items() for errors in several):
+        assert getattr(diagnose(_chained(*errors)), "kind", None) == kind
 
 
 class _Flaky:
@@ -205,11 +194,10 @@ def test_what_passes_is_repeated_until_it_succeeds(call: Any) -> None:
 
 @in_both_ways
 def test_what_is_permanent_is_said_at_once_with_what_to_do(call: Any) -> None:
-    operation, started = _Flaky(9, _refusal("InvalidAccessKeyId", 403)), time.monotonic()
+    operation = _Flaky(9, _refusal("InvalidAccessKeyId", 403))
     with pytest.raises(StorageFaultError) as caught:
         call(Retries(60, "s3://bucket/runs"), "write a/b.json", operation)
-    assert (operation.calls, time.monotonic() - started < 5) == (1, True)
-    assert (caught.value.kind, caught.value.permanent) == ("credentials", True)
+    assert (operation.calls, caught.value.kind, caught.value.permanent) == (1, "credentials", True)
     assert final_event_of_error(caught.value, HERE).outcome is Outcome.STORAGE_ERROR
     for words in ("s3://bucket/runs", "cannot write a/b.json", "credentials", "as the store says", "To go on, set"):
         assert words in str(caught.value)
@@ -269,34 +257,28 @@ def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, call: Any, error: type[Exception], where: str
 ) -> None:
     monkeypatch.setattr(retries_module, "_REPORT_SECONDS", 0.0)
-    settings = S3StorageSettings(
-        bucket_path="bucket/runs",
-        access_key_id="AKIAIOSFODNN7EXAMPLE",
-        secret_access_key=SECRET,
-        session_token=f"token-{SECRET}",
-    )
+    keys = {"access_key_id": "AKIA", "secret_access_key": SECRET, "session_token": f"token-{SECRET}"}
     other = FsspecStorageSettings(url="gs://bucket/runs", secret_options=f'{{"token": {{"key": ["{SECRET}"]}}}}')
-    says = f"AKIAIOSFODNN7EXAMPLE, {SECRET} and token-{SECRET} are wrong"
 
     def fail() -> str:
         if where == "itself":
-            raise error(says)
+            raise error(f"{SECRET} and token-{SECRET} are wrong")
         try:
-            raise ValueError(says)
+            raise ValueError(SECRET)
         except ValueError as inner:
             if where == "cause":
                 raise error("no") from inner
             raise error("no")
 
-    with caplog.at_level(logging.DEBUG, "prefect_elastic_train"):
-        for retries in (open_storage(settings).retries, open_storage(other).retries):
-            assert SECRET not in repr(retries)
-            with pytest.raises(StorageFaultError) as caught:
-                call(Retries(0.05, retries.storage, retries.secrets), "do it", fail)
-            assert SECRET not in _shown(caught.value)
-            assert retries.storage in str(caught.value)
-            assert ("***" in str(caught.value)) == (where == "itself")
-            assert SECRET not in collect_waits().last
+    for settings in (S3StorageSettings(bucket_path="bucket/runs", **keys), other):  # type: ignore[arg-type]
+        retries = Storage(settings).retries
+        assert SECRET not in repr(retries)
+        with pytest.raises(StorageFaultError) as caught:
+            call(Retries(0.05, retries.storage, retries.secrets), "do it", fail)
+        assert SECRET not in _shown(caught.value)
+        assert retries.storage in str(caught.value)
+        assert ("***" in str(caught.value)) == (where == "itself")
+        assert SECRET not in collect_waits().last
     assert SECRET not in caplog.text
     assert ("does not answer" in caplog.text) == (error is TimeoutError)
 
@@ -341,12 +323,9 @@ def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_cou
 
 
 @pytest.mark.parametrize("permanent", [True, False])
-@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-def test_a_fault_keeps_what_it_says_on_its_way_between_processes(pickler: Any, permanent: bool) -> None:
-    copy = pickle.loads(pickler.dumps(StorageFaultError("s3://b: no space", kind="no space", permanent=permanent)))
+def test_a_fault_keeps_what_it_says_on_its_way_between_processes(permanent: bool) -> None:
+    copy = pickle.loads(pickle.dumps(StorageFaultError("s3://b: no space", kind="no space", permanent=permanent)))
     assert type(copy) is StorageFaultError
     assert (str(copy), copy.kind, copy.permanent) == ("s3://b: no space", "no space", permanent)
-    assert isinstance(copy, OSError)
-    assert isinstance(copy, ElasticTrainError)
     assert diagnose(copy) == Fault("no space", permanent)
     assert final_event_of_error(copy, HERE).outcome.retryable != permanent

@@ -1,7 +1,5 @@
 """Train loops by their names, and the deployable flow that takes them: which loop and which blocks it trains with."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which version an import says, in a job's package, too."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from pathlib import Path

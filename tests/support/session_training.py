@@ -1,0 +1,71 @@
+"""A training with a session that tests disturb: in the end every sample counts once, with undisturbed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.sample_check import check_samples
+from prefect_elastic_train.storage.store import LocalRunStore
+from tests.support.processes import FlowProcess, Start, read_ledger
+from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
+
+LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 800
+
+
+class SessionTraining:
+    """A training with a session, slow until it is let go."""
+
+    def __init__(
+        self, start: Start, folder: Path, framework: str, scaling: dict[str, Any], fsdp: bool = False, **more: Any
+    ) -> None:
+        self.ledger, self._weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
+        self._slow.touch()
+        self._loop = {"torch": torch_loop, "jax": jax_loop}[framework]
+        self._config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 15}
+        files = {"ledger": str(self.ledger), "weights": str(self._weights), "slow": str(self._slow), "sleep": 0.2}
+        self.flow: FlowProcess = start(
+            loop=f"tests.support.session_loops:{self._loop.__name__}",
+            framework=framework,
+            torch_backend="gloo" if framework == "torch" else None,  # GPUs are pretended ones
+            config={**self._config, **files, "fsdp": fsdp},
+            scaling=scaling,
+            failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
+            **more,
+        )
+
+    def group(self, world: int = 2, dead: Iterable[int] = ()) -> list[dict[str, Any]]:
+        """Kill processes, and wait until another group of so many workers trains; return its newest lines by rank."""
+        known = {line["group"] for line in read_ledger(self.ledger)}
+        for pid in dead:
+            psutil.Process(pid).kill()
+
+        def trains() -> list[dict[str, Any]] | None:
+            lines = [one for one in read_ledger(self.ledger) if one["world"] == world and one["group"] not in known]
+            newest = {one["rank"]: one for one in lines}
+            has_trained = len(newest) == world and len({one["step"] for one in lines}) >= 8
+            return [newest[rank] for rank in range(world)] if has_trained else None
+
+        return self.flow.wait_for(trains, 120, f"another group of {world} workers") or []
+
+    def end(self, attempts: int, worker_failures: int, preemptions: int = 0) -> list[int]:
+        """Let it go, check how it ended, and return the sizes of its worker groups.
+
+        Each sample counts once, also by the ledger of the run itself, and the weights are those of one worker that
+        nobody disturbs.
+        """
+        self._slow.unlink()
+        result = self.flow.completed(300)
+        counts = (result["attempts"], result["worker_failures"], result["preemptions"])
+        assert counts == (attempts, worker_failures, preemptions)
+        assert problems(self.ledger, STEPS, LENGTH) == []
+        check = check_samples(RunDirectory(LocalRunStore(str(self.flow.run))))
+        assert (check.steps, check.samples, check.wrong, check.exact) == (STEPS, STEPS * GLOBAL_BATCH, [], True)
+        undisturbed = self._weights.with_name("undisturbed.npz")
+        self._loop({**self._config, "weights": str(undisturbed)})
+        assert same_weights(self._weights, undisturbed, relative=1e-5)
+        return [change["size"] for change in result["world_sizes"]]
