@@ -178,11 +178,11 @@ class SimulatedRun:
         from prefect_elastic_train.core.events import StateChanged, WorkerFailed
 
         dead = self._workers // 2
-        bereaved = BEREAVED.format(rank=0)
+        peer_error = BEREAVED.format(rank=0)
         others = [rank for rank in range(self._workers) if rank != dead]
-        message = bereaved.splitlines()[-1]
+        message = peer_error.splitlines()[-1]
         causes = [
-            Cause(others, message, is_consequence=True, traceback=bereaved),
+            Cause(others, message, is_consequence=True, traceback=peer_error),
             Cause([dead], DEAD, is_death=True, traceback=DEAD),
         ]
         lost = self._step - self._kept

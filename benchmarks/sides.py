@@ -12,11 +12,11 @@ from typing import Literal
 from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
 
 NO_STANDBY = "BENCHMARK_NO_STANDBY"
-"""In the environment of a side of ours that shall have no standby workers."""
+"""Environment variable of a side of ours that shall have no standby workers."""
 FORK = "BENCHMARK_FORK"
-"""In the environment of a side whose workers are forked, on a local cluster."""
+"""Environment variable of a side whose workers are forked, on a local cluster."""
 PRESTART = "BENCHMARK_PRESTART"
-"""In the environment of a side whose next driver is started ahead of time."""
+"""Environment variable of a side whose next driver is started ahead of time."""
 RESIZE_CHECK_SECONDS = 2.0
 """How often the growing sides look whether they could grow; both defaults are 60 s."""
 
@@ -49,7 +49,7 @@ def run_ours(settings: SideSettings) -> None:
 
 
 def run_ours_warm(settings: SideSettings) -> None:
-    """A flow that trains with elastic_train, with the warm starts that the environment names."""
+    """Run a flow that trains with elastic_train, with the warm starts that environment variables select."""
     from prefect import flow
 
     from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, RayCluster, elastic_train

@@ -1,6 +1,6 @@
 """Measure what forked workers, standby workers and the pre-started driver save: `python -m benchmarks.warm_starts`.
 
-Each side has other warm starts. In one run of it, a worker is killed several times, then the driver.
+The sides differ in their warm starts. In one run of each side, a worker is killed several times, then the driver.
 """
 
 from __future__ import annotations

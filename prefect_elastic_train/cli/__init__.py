@@ -75,7 +75,7 @@ app = typer.Typer(
 
 
 for _name, (_, _help) in COMMANDS.items():
-    app.command(_name, help=_help)(lambda: None)  # for the list of commands
+    app.command(_name, help=_help)(lambda: None)  # placeholder for the list; the module is imported when it runs
 
 
 def _print_version(is_requested: bool) -> None:

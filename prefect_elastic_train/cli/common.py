@@ -88,7 +88,10 @@ def print_fields(fields: Mapping[str, str]) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table without frames to standard output. Each row has its cells by heading; numbers are right-aligned."""
+    """Print a table without frames to standard output. Each row has its cells by heading.
+
+    Columns whose cells all begin with a digit are right-aligned.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     headings = list(dict.fromkeys(chain.from_iterable(rows)))
     for heading in headings:

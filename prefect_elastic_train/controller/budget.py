@@ -15,7 +15,7 @@ class FailureWindow:
         self._after_seconds = after_seconds
         #: Seconds of training up to the newest commit.
         self.committed = 0.0
-        self._committed_before = 0.0  # by earlier groups
+        self._committed_before = 0.0  # seconds of training that earlier groups have committed
         self._began: float | None = None
         self._failed_at: defaultdict[str, list[float]] = defaultdict(list)
 

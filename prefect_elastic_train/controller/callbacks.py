@@ -88,7 +88,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._store = state.settings.store
         self._attempt = state.settings.context.attempt
         self._workers: list[Any] = []  # workers of the worker group that trains
-        self._polled_commit_count = 0  # at the last poll
+        self._polled_commit_count = 0  # number of commits at the last poll
         self._reports_since_checkpoint = 0
         self._state_name = "INITIALIZING"
         self._state_since = time.monotonic()
@@ -170,8 +170,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.timing.mark("decision")
         self._hooks.begin_group(state.settings.context.failures + state.group_failures)
         removed = commits.remove_leftovers(self._store, self._attempt)
-        commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must go on
-        self._store.abandon_uploads()
+        commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must not be aborted
+        self._store.abort_uploads()
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
         state.timing.mark("cleanup")

@@ -88,7 +88,10 @@ class ControllerState:
 
 
 class StartupTiming:
-    """Measures the phases between the end of a worker group, now, and the training of the next worker group."""
+    """Measures the phases from the end of a worker group to the training of the next one.
+
+    The first phase begins when this object is created.
+    """
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}  # seconds

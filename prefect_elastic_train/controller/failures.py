@@ -1,4 +1,4 @@
-"""Failures of a worker group: their causes, and whether a new group could succeed, as pure functions."""
+"""Pure functions on the failures of a worker group: their causes, and whether a new worker group could succeed."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,10 +32,10 @@ class HungLoopError(Exception):
 
 
 def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
-    """Return each different failure of a worker group's ranks once, in a bounded size.
+    """Return one Cause of limited size for each different failure of a worker group's ranks.
 
-    Failures whose texts differ only in numbers, such as process ids, count as the same. So do all that are different
-    from `_MAX_CAUSES` others.
+    Failures whose texts differ only in numbers, such as process ids, count as the same. The ranks of all failures after
+    the first `_MAX_CAUSES` different ones are added to the last of these.
     """
     groups: dict[str, list[int]] = {}
     for rank, failure in sorted(failures.items()):

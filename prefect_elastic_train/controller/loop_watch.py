@@ -72,7 +72,8 @@ class LoopWatch:
         self.step = 0
         self._has_stepped = False
         self._has_warned_of_wait = False
-        self._free_at: dict[int, float] = {}  # when each rank last did not wait, as far as its answers to polls tell
+        #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
+        self._free_at: dict[int, float] = {}
 
     def check(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Check the train loops by the status that a poll returned for each rank.

@@ -222,7 +222,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._start_problem = f"a start that succeeds (the last one: {failure})"
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
-        """Publish a wait for capacity now and then. Raise CapacityTimeoutError once it has lasted too long."""
+        """Publish a wait for capacity, at intervals. Raise CapacityTimeoutError once it has lasted too long."""
         is_due = now - self._published_wait_at >= _PUBLISH_WAIT_EVERY_SECONDS
         if waited >= _PUBLISH_WAIT_AFTER_SECONDS and is_due:
             self._published_wait_at = now

@@ -218,7 +218,7 @@ def growth_reason(committed: bool, has_checkpoint: bool, waited_seconds: float, 
         committed: True if a checkpoint was committed after the growth was planned.
         has_checkpoint: True if there is any checkpoint. A growth without one would lose all work.
         waited_seconds: Seconds since the growth was planned.
-        patience_seconds: Seconds after which the growth is carried out without a commit; 0: it waits without a limit.
+        patience_seconds: Seconds after which the growth is carried out without a commit; 0: no limit.
     """
     if committed:
         return "commit"

@@ -138,7 +138,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             ready_references(booting, _BOOTING_SECONDS)
 
     def release(self, but_not: Collection[Any] = ()) -> None:
-        """Kill all standby workers, except for some actors, and forget them all."""
+        """Kill all standby workers, except those with an actor in ``but_not``. Afterwards none is registered."""
         kill_actors(standby.actor for standby in self._parked if standby.actor not in but_not)
         self._parked = []
         self._published = (0, 0)

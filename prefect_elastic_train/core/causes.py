@@ -22,7 +22,7 @@ _REASONS = (
     re.compile(r"^(.*(?:actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)).*)$", re.I | re.M),
 )
 _MAX_CAUSES = 3
-#: Characters of an error's message.
+#: Maximum number of characters of an error's message.
 MAX_CAUSE = 240
 
 
@@ -46,7 +46,7 @@ class Cause:
 
 
 def leading_causes(causes: Sequence[Cause]) -> Sequence[Cause]:
-    """Return the causes of a failure without those that only follow from them; all if there are no others."""
+    """Return the causes of a failure that are not consequences of others; all causes if each is a consequence."""
     return [cause for cause in causes if not cause.is_consequence] or causes
 
 

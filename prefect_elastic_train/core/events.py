@@ -142,7 +142,7 @@ class StandbysParked(Event):
 
 
 class WorkerGroupResized(Event):
-    """A healthy group is stopped to change its size: after a ``"commit"``, or by ``"patience"`` if there was none."""
+    """A healthy group is stopped to change its size: by a ``"commit"``, or by ``"patience"`` if none came in time."""
 
     old_size: int
     new_size: int

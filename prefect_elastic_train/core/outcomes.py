@@ -47,7 +47,7 @@ class Outcome(str, enum.Enum):
 class ElasticTrainError(Exception):
     """Base of all errors that this package raises.
 
-    Attributes are keyword arguments of the constructor, so that an error can be pickled with them.
+    The attributes of a subclass are keyword arguments of its constructor, so that an error can be pickled with them.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

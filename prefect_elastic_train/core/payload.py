@@ -59,7 +59,7 @@ def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
 
 
 def _scripts() -> list[ModuleType]:
-    """Return the user's loaded modules that belong to no package, which other machines may not have."""
+    """Return the user's loaded modules that are not part of a package. Other machines may not have these modules."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     installed = tuple({form + os.sep for folder in folders for form in (folder, os.path.realpath(folder))})
     scripts = []
@@ -73,6 +73,6 @@ def _scripts() -> list[ModuleType]:
 
 
 def _is_importable(script: ModuleType) -> bool:
-    """Return True if a new Python process would find a script under its name. The check imports nothing."""
+    """Return True if a new Python process could import a script by its module name. The check imports nothing."""
     spec = PathFinder.find_spec(script.__name__)
     return spec is not None and spec.origin == script.__file__

@@ -197,7 +197,7 @@ _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)"
 _PORT = r":(?P<port>\d{1,5})"
 _JOINED = re.compile(f"{_HOST}{_PORT}")
 _DASHBOARD = re.compile(rf"https?://{_HOST}({_PORT})?(/[^?#@]*)?")
-#: The fields that need an address of a scheme; empty: no address.
+#: The prefix that ``address`` must have if a field is set, by field; empty: ``address`` must be empty.
 _SCHEMES = {
     "num_cpus": "",
     "num_gpus": "",

@@ -145,7 +145,7 @@ class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
         options = None
         with suppress(ValueError):
             options = json.loads(text)
-        if text.strip("*") and not isinstance(options, dict):  # masked ones are refused where they are used
+        if text.strip("*") and not isinstance(options, dict):  # a masked value is refused where it is used
             raise ValueError('secret_options: expected a JSON object such as {"token": "…"}')
         return value
 

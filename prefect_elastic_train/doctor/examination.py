@@ -54,7 +54,7 @@ warn = partial(Finding, "warn")
 skip = partial(Finding, "skip")
 fail = partial(Finding, "fail")
 
-#: Time limit of each check: a local cluster starts within it, and an unreachable storage is detected.
+#: Time limit of each check. It suffices to start a local cluster, and to detect an unreachable storage.
 _SECONDS = 45.0
 _API_TIMEOUT_SECONDS = 3.0
 #: The most documents that the Prefect server returns in one page.

@@ -147,7 +147,7 @@ class Attempt:
     def close(self, ended: AttemptEnded) -> None:
         """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event.
 
-        If another attempt has taken over the run, that is the end.
+        If another attempt has taken over the run, the outcome is ``superseded``, unless this attempt completed it.
         """
         recorder = self.recorder
         if ended.outcome is not Outcome.COMPLETED:
@@ -357,7 +357,7 @@ class Attempt:
     def _abandon_uploads(self) -> None:
         store = self.store.with_retry_limit(1.0)
         if newest_attempt_number(store) == self.recorder.attempt:
-            store.abandon_uploads()
+            store.abort_uploads()
 
 
 def _run_limited(action: Callable[[], object]) -> None:

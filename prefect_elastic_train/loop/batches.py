@@ -64,7 +64,7 @@ def length_of(dataset: Any) -> int:
         return lengths.pop()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): streams "
+            f"{type(dataset).__name__} has no __len__ and __getitem__ (for a DataLoader, pass loader.dataset): streams "
             "such as shards of Ray Data cannot be resumed at a position. Load the samples by index (Parquet files by "
             "memory map, for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch "
             "again"

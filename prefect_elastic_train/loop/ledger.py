@@ -9,7 +9,7 @@ from prefect_elastic_train.loop.order import Indices, mix
 
 #: Count, sum and xor of the hashes of some samples, each modulo 2**64: an array of 3, or of one row a step.
 Digest = np.ndarray[Any, np.dtype[np.uint64]]
-_CHUNK_STEPS = 64  # steps whose digests are computed at once: numpy takes as long for a few samples
+_CHUNK_STEPS = 64  # steps of one numpy call, which takes about as long for a few samples
 
 
 def digests(samples: Sequence[Indices], first: int) -> Digest:
@@ -25,12 +25,12 @@ def digests(samples: Sequence[Indices], first: int) -> Digest:
     """
     rows = np.zeros((len(samples), 3), dtype=np.uint64)
     rows[:, 0] = [len(indices) for indices in samples]
-    places = np.repeat(np.arange(len(samples)), rows[:, 0].astype(np.int64))
-    steps = (first + places).astype(np.uint64)
+    row_of_sample = np.repeat(np.arange(len(samples)), rows[:, 0].astype(np.int64))
+    steps = (first + row_of_sample).astype(np.uint64)
     indices = np.concatenate([np.zeros(0, dtype=np.int64), *samples]).astype(np.uint64)
     hashes = mix(mix(indices) + steps * np.uint64(0x9E3779B97F4A7C15))
-    np.add.at(rows[:, 1], places, hashes)
-    np.bitwise_xor.at(rows[:, 2], places, hashes)
+    np.add.at(rows[:, 1], row_of_sample, hashes)
+    np.bitwise_xor.at(rows[:, 2], row_of_sample, hashes)
     return rows
 
 

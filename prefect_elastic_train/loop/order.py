@@ -19,7 +19,7 @@ Indices = NDArray[np.int64]
 MAX_LENGTH = 2**48
 #: Rounds of the permutation. Four make it pseudorandom (Luby and Rackoff 1988); small datasets need more.
 _ROUNDS = 8
-_CHUNK_SAMPLES = 8192  # samples that are computed at once: numpy takes as long for a few
+_CHUNK_SAMPLES = 8192  # samples of one numpy call, which takes about as long for a few
 
 
 def permute(positions: Indices, length: int, *key: int) -> Indices:

@@ -69,8 +69,8 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
         together: If True, broadcast in this call in any case. It must be the same on all ranks.
 
     Returns:
-        The same on all ranks: True if a restart is announced that the caller was not notified of before, and the
-        return value of ``decide`` on rank 0; None without a broadcast.
+        Two values, the same on all ranks. The first is True if a restart is announced of which the caller was not
+        notified before. The second is the return value of ``decide`` on rank 0; None between two broadcasts.
     """
     if state.local_polls_left > 0 and not together:
         state.local_polls_left -= 1

@@ -389,9 +389,9 @@ class Session(AbstractContextManager["Session"]):
         self._is_open = self._must_save = self._metrics.has_score = False
 
     def _decide(self) -> tuple[bool, bool, int]:
-        """Return if to save, if to report, and the number of steps that are done. Called on rank 0.
+        """Return whether to save, whether to report, and the number of steps that are done. Called on rank 0.
 
-        A plain tuple: the process that Ray broadcasts with need not be able to import this package.
+        A plain tuple, because the process through which Ray broadcasts may not be able to import this package.
         """
         is_idle = not self._writing.locked()
         is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)

@@ -71,7 +71,7 @@ _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 
 class _Template(NamedTuple):
-    """An automation without the deployment or tag to whose flow runs it applies."""
+    """An automation that is not yet restricted to the flow runs of a deployment or tag."""
 
     name: str
     description: str
@@ -224,7 +224,7 @@ def _alert_automation(block: str, block_id: UUID) -> _Template:
 
 
 def _save(client: SyncPrefectClient, template: _Template, label: str, role: str, resource_id: str) -> tuple[str, str]:
-    """Create or update an automation for the flow runs of a deployment or with a tag. Return the change and its name.
+    """Create or update an automation for the flow runs of a deployment or tag. Return the change and the name.
 
     ``role`` and ``resource_id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
     """

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Types of states in which a flow run must not train any more. Crashed is none: a watchdog sets it for a flow run
-#: without heartbeats, whose process may be alive. Completed is none: a flow may end before a training that it has
+#: Types of states in which a flow run must not train any more. Crashed is not one: a watchdog sets it for a flow run
+#: without heartbeats, whose process may be alive. Completed is not one: a flow may end before a training that it has
 #: submitted.
 _STOPPING_STATES = ("CANCELLING", "CANCELLED", "FAILED")
 

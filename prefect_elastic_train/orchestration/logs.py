@@ -97,7 +97,7 @@ class RunLog:
         #: Time since when no worker trains; 0 while workers train.
         self._stopped_at = 0.0
         self._last_event_at = 0.0
-        #: Lines about the commits that are not logged yet, and the time up to which they are.
+        #: Lines about the commits that are not logged yet, and the time up to which commits are logged.
         self._commits: list[str] = []
         self._commits_logged_at = 0.0
 
@@ -224,7 +224,7 @@ class RunLog:
                 )
                 details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.causes else ""
                 line += details + self.loop_error
-            # Once a minute while the driver is busy: its operations are in lower case, those of the controller are not.
+            # Once a minute while the driver is busy. Its operations are in lower case, controller states in upper case.
             case ControllerAlive() if (
                 event.doing.islower() and event.seconds % _WAITING_SECONDS < ALIVE_SECONDS < event.seconds
             ):

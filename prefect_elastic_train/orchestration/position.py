@@ -38,7 +38,7 @@ class TrainingPosition:
         flow_run_ids: The flow run of the training, its parent, and so on up to the root; empty outside of flows.
         calls: The calls of subflows from the root to the flow run of the training; empty for the root.
         related: Prefect resources of the root flow run, for the Prefect events of a training in a subflow. Prefect adds
-            the resources of the flow run that trains, as far as they are not among these.
+            those resources of the training's own flow run that are not in this list.
         flow_name: Name of the flow that trains; empty outside of flows.
         number: Number of the training in its flow run, counted from 1.
         resumed: True if the flow run or its root flow run was executed before, perhaps in another process.
@@ -170,7 +170,7 @@ class _Registry:
         return self._number_for(key, (task_run.id, call))
 
     def _number_for(self, key: tuple[object, ...], call: object) -> int:
-        """Return the number of a call among those with the same key, in the order of the first requests for each."""
+        """Return the number of a call among those with the same key. A new call gets the next number."""
         with self.lock:
             numbers = self._numbers[key]
             return numbers.setdefault(call, len(numbers) + 1)
@@ -178,7 +178,7 @@ class _Registry:
 
 @cache  # the flow run keeps its number
 def _number_in_tasks(flow_run_id: str, parent_id: str, key: tuple[object, ...]) -> int:
-    """Return the number of a subflow among those with the same key that tasks of its parent have called."""
+    """Return the number of a subflow among those with the same key that tasks of its parent flow run called."""
     return _registry.next_number(key, parent_id)
 
 

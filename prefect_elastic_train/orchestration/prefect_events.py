@@ -102,7 +102,7 @@ def _run_event(
 
 
 def _bounded(value: Any) -> Any:
-    """Return a value of a payload in a bounded size, with NaN and infinity as text, which strict JSON requires."""
+    """Return a value of a payload with a limited size. NaN and infinity become text: strict JSON excludes them."""
     if isinstance(value, dict):
         return {name: _bounded(item) for name, item in list(value.items())[:_MAX_ITEMS]}
     if isinstance(value, float) and not math.isfinite(value):

@@ -60,7 +60,8 @@ class PublisherState(enum.Enum):
     PUBLISHING = "publishing"
     #: The last update is being written.
     CLOSING = "closing"
-    #: Nobody waits any more, and no plot may begin: matplotlib's native code aborts a process that exits meanwhile.
+    #: The flow process no longer waits for updates. No plot may begin: matplotlib's native code aborts a process that
+    #: exits during a plot.
     CLOSED = "closed"
     #: Nothing is written any more.
     ABANDONED = "abandoned"
@@ -106,11 +107,11 @@ class Publisher:
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
         self._plot_interval = ARTIFACT_SECONDS
-        #: The last attempt to write has failed.
+        #: True if the last update could not be written.
         self._has_failed = False
 
     def start(self) -> None:
-        """Start to publish. Without it, only the report is kept."""
+        """Start the thread that publishes. Without this call, the report is updated but not published."""
         self._thread = start_thread(self._run, "report")
 
     def add(self, event: ev.Event, replayed: bool = False) -> None:
@@ -168,7 +169,7 @@ class Publisher:
             self._plot_lock.release()
 
     def _enter(self, state: PublisherState) -> None:
-        """Change the state of the publisher. Its thread stops waiting, because each new state ends the publishing."""
+        """Change the state of the publisher, and wake its thread: each state after PUBLISHING ends the publishing."""
         self._state = state
         self._stopping.set()
 

@@ -123,7 +123,7 @@ def classify_end(error: BaseException, is_detached: bool, is_end_requested: Call
 
     Args:
         error: The error that ends the training.
-        is_detached: The Ray job of the training continues without this process.
+        is_detached: True if the Ray job of the training continues without this process.
         is_end_requested: Returns True if a flow run around the training is cancelled or failed. Called after signals.
     """
     match error:
@@ -223,8 +223,8 @@ class Training(Follower):
     def close(self, error: BaseException | None = None) -> None:
         """Close the training at the end of its call: stop its processes, and publish its end.
 
-        Do nothing if the last attempt has closed it. An attempt leaves that to the next one, which does not follow
-        after, for example, a signal between the two. ``error`` is the exception that ends the call.
+        Do nothing if the last attempt has closed it. An attempt that can be retried leaves it open for the next one,
+        which may never start, for example after a signal. ``error`` is the exception that ends the call.
         """
         if self._state in _OPEN_STATES:
             self._end(error or Stop())
@@ -232,12 +232,12 @@ class Training(Follower):
     def _enter(self, state: TrainingState, reason: str = "", is_published: bool = False) -> None:
         """Change the state of the training.
 
-        The first attempt starts what the training owns until its end; a final state closes it.
+        The first change starts the training's processes, log and report, and the change to a final state closes them.
 
         Args:
             state: The new state.
             reason: The reason for a final state.
-            is_published: Another process has published the end.
+            is_published: True if another process has published the end.
         """
         if self._state is TrainingState.CREATED:
             self._start()
@@ -247,7 +247,7 @@ class Training(Follower):
         try:
             self._watch.close()
             self._processes.close()
-        finally:  # also after the signal of a runner
+        finally:  # also if a runner's signal interrupts the closing
             if state is TrainingState.TAKEN_OVER:
                 self._publisher.abandon()
             else:
@@ -280,7 +280,7 @@ class Training(Follower):
         self._processes = TrainingProcesses(settings, self)
 
     def _end(self, error: BaseException) -> Ending:
-        """Stop the processes of the training, and publish its end, which this error has caused. Return the end.
+        """Stop the processes of a training that ``error`` ends, and publish its end. Return final state and reason.
 
         Between two attempts, also stop the Ray job that the last attempt could no longer follow, unless it may continue
         without this process.
@@ -307,7 +307,7 @@ class Training(Follower):
             hint = "a Retry of the flow run resumes from the last checkpoint, if any"
             return Cancelled(message=f"The training was cancelled: {reason}; {hint}")
         if self.submitted and isinstance(error, SilentEndError):
-            raise Abort(str(error))  # no call converts it for the user of a future
+            raise Abort(str(error))  # with a future, no call of elastic_train converts it
         raise error
 
     def _may_retry(self) -> bool:

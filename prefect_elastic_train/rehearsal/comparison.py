@@ -122,7 +122,7 @@ def compare_trainings(undisturbed: Trace, disturbed: Trace, tolerance: float = R
         return Comparison(message, problems or [not_comparable], None, {}, {})
     summary, problem = comparer.compare()
     if not comparer.has_state:
-        summary = f"no checkpoint of both could be read, so the metrics were compared: {summary}"
+        summary = f"no checkpoint could be read of both trainings, so the metrics were compared: {summary}"
         names = {name for pair in pairs for name in pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys()}
         if not problem and all(name in COUNTERS or is_performance_metric(name) for name in names):
             message = "no array of both checkpoints could be read, and the only metrics are counters"
@@ -153,7 +153,7 @@ class _Comparer:
 
     Attributes:
         pairs: The reports of the same progress.
-        has_state: True if the states in the checkpoints are compared. If none of both can be read, the metrics are.
+        has_state: True if states in checkpoints are compared; False if they cannot be read, and metrics are compared.
         gaps: The differences that were computed.
     """
 
@@ -187,9 +187,9 @@ class _Comparer:
     def _gaps(self, pairs: Sequence[_ReportPair], is_same_size: bool) -> list[_Gap]:
         """Return the differences of the two trainings in one worker group.
 
-        While the number of workers is that of the undisturbed training, these are at the pairs of reports from the last
-        one with equal states on. Otherwise it is the first one with checkpoints: of metrics, all up to that, two at
-        least.
+        With as many workers as in the undisturbed training, states are compared from the last pair of reports with
+        equal states on, and metrics at all pairs. With another number of workers, states are compared at the first pair
+        with checkpoints, and metrics at all pairs up to that one, at least at two.
         """
         if not (is_same_size or self.has_state):
             first_saved = next((number for number, pair in enumerate(pairs, 1) if pair.is_saved), 2)

@@ -146,7 +146,7 @@ class _Server:
 
 
 def serve(framework: str = "none") -> None:
-    """Own a rehearsal's Ray cluster: carry out requests until their end, and print a line with the result of each.
+    """Run a rehearsal's Ray cluster: carry out requests until the input ends, and print each result in one line.
 
     A request is a line of standard input: a JSON object with the name of a method of :class:`_Server` and its
     arguments.

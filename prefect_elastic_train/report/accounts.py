@@ -33,7 +33,7 @@ class Tally(Counts, ev.EventHandler):
     #: Numbers, over all attempts, of the newest report and of the newest one with a commit.
     newest_report: int = 0
     committed_report: int = 0
-    #: Part of the wall time that passes now; empty before the first attempt.
+    #: Part of the wall time that the run is in now; empty before the first attempt.
     phase: Literal["", "waiting_for_capacity", "first", "second", "training", "stopped"] | _Setup = ""
     setup: _Setup = "startup"
     counted_until: float = 0.0  # time up to which the seconds are counted
@@ -46,7 +46,7 @@ class Tally(Counts, ev.EventHandler):
     seconds_at_start: float = 0.0
     reports_at_start: int = 0
     interval: float | None = None  # seconds between the first two reports of a group; None: no group had two
-    unsplit_commits: int = 0  # commits of the group before the split
+    unsplit_commits: int = 0  # commits of the worker group before "first" was split
     step: int = 0  # optimizer steps of the session, as far as known
     committed_step: int = 0  # optimizer steps in the newest commit
 
@@ -207,7 +207,7 @@ class Tally(Counts, ev.EventHandler):
         self.spent[self.phase] += seconds
 
     def _move(self, source: str, target: str, seconds: float = math.inf) -> float:
-        """Count seconds of one part of the wall time as another part, and return them: at most all of the part."""
+        """Move up to ``seconds`` from one part of the wall time to another. Return the seconds that were moved."""
         moved = max(0.0, min(seconds, self.spent[source]))
         self.spent[source] -= moved
         self.spent[target] += moved

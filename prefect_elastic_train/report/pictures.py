@@ -23,7 +23,7 @@ _DAY_SECONDS = 86400.0  # matplotlib's times are days since the epoch
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
-    """Return a picture of a run's metrics and of its number of workers over time, as a data URI by its title.
+    """Return one picture of a run's metrics and number of workers over time: a data URI by title.
 
     Return no picture before the first attempt.
     """

@@ -58,7 +58,7 @@ _STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 _WITH_WORKERS = ("training", "draining", "winding up")
 
 Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
-#: Kinds of incidents that something is wrong in.
+#: Kinds of incidents that are faults.
 FAULTS = ("failure", "preemption", "driver", "loop")
 
 
@@ -69,7 +69,7 @@ class Incident(BaseModel):
     kind: Kind
     message: str
     reason: str = ""
-    since: float = 0.0  # time of the interruption until workers train again; 0: they do, or did all the time
+    since: float = 0.0  # start of an interruption that has not ended yet; 0: none
 
 
 class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
@@ -139,7 +139,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     progress: Progress | None = None
     #: Time and counters of the first report since the last restart.
     paced_from: tuple[float, dict[str, float]] | None = None
-    rates: dict[str, float] = {}  # growth per second since then of the counters and of "progress"
+    rates: dict[str, float] = {}  # growth per second since ``paced_from``, by counter, and of "progress"
     saves: str = ""  # interval between checkpoints and its reason
     last_event_at: float = 0.0
     tally: Tally = Tally()
@@ -149,7 +149,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     curves: dict[str, Curve] = {}
     world_sizes: list[tuple[float, int]] = []
     is_new_wait: bool = False  # the last event was the first of a wait for capacity
-    last_end: str = ""  # reason for the next driver
+    last_end: str = ""  # reason why the last driver ended, for the next one
 
     def add(self, event: ev.Event) -> None:
         """Update the report with the next event of the run."""
@@ -177,7 +177,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
     @property
     def best(self) -> Checkpoint | None:
-        """The checkpoint with the best score, of equal ones the newest, which Ray Train keeps; None without a score."""
+        """The checkpoint with the best score; None without a score. Of equal ones the newest, which Ray Train keeps."""
         sign = 1 if self.score_order == "max" else -1
         scored = [made for made in reversed(self.checkpoints) if made.score is not None]
         return max(scored, key=lambda made: sign * (made.score or 0.0), default=None)
@@ -207,7 +207,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         # Later checkpoints were damaged or incomplete.
         self.checkpoints = [made for made in self.checkpoints if age_of(made.name) <= age_of(event.checkpoint)]
         if event.checkpoint and all(made.name != event.checkpoint for made in self.checkpoints):
-            # Another run's, with which the run's own ones compete, or one whose event was lost.
+            # A checkpoint of another run, which can be the best one of this run, or one whose event was lost.
             self._add_checkpoint(event.checkpoint, event.checkpoint_at or event.at, event.inherited)
         self.run_uri = event.run_uri
         self.attempt = event.attempt

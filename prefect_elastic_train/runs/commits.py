@@ -102,7 +102,7 @@ class CommitLog:
         self.latest: LatestCheckpoint | None = None
         self._store = store
         self._attempt = attempt
-        self._run = RunDirectory(store, attempt)  # as it was first read since the last commit
+        self._run = RunDirectory(store, attempt)  # a cached view, replaced after each commit
         self._manifest: dict[str, dict[str, int]] = {}  # file sizes of all checkpoints that are kept
         self._full = 0  # sequence number of the last full commit, which lists them all
         self._own: dict[int, int] = {}  # kept commits: sequence number, and that of the full commit that it builds on

@@ -68,7 +68,7 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
 
     Args:
         flow_name: The flow's name, or the train loop's outside of flows.
-        flow_run_id: Id of the flow run, the root's for a subflow; empty for the name without it.
+        flow_run_id: Id of the flow run, the root's for a subflow; empty: the result contains no id.
         ordinal: 1 for the first training of the flow run.
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """

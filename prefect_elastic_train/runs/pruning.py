@@ -104,7 +104,7 @@ def delete_planned(store: RunStore, plan: RunPlan) -> Iterator[Deletion]:
         yield deletion
     if plan.deletions and plan.deletions[-1].folder:
         check()
-        store.abandon_uploads()  # an object store keeps the parts of interrupted uploads without listing them
+        store.abort_uploads()  # an object store keeps the parts of interrupted uploads without listing them
 
 
 def _check_unchanged(run: RunDirectory, plan: RunPlan) -> None:
@@ -136,8 +136,8 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
         if folder not in (layout.STATE_FOLDER, layout.ATTEMPTS):
             store.delete_folder(folder, check)
     files = store.file_sizes("") or {}
-    check()  # after the listing, which so has no record of a later attempt
-    store.abandon_uploads()
+    check()  # after the listing: if it passes, the listing has no later attempt
+    store.abort_uploads()
     for name in sorted(files, key=layout.attempt_name(number).__eq__):  # the record of this attempt last
         store.delete(name)
 

@@ -371,7 +371,10 @@ class RunDirectory:
         return ResumePoint(None, dropped, repairs)
 
     def _numbered(self, folder: str, pattern: re.Pattern[str]) -> list[Any]:
-        """Return the numbers in the names of a folder's objects that match a pattern, ascending; the first: attempt."""
+        """Return the numbers in those object names of a folder that match a pattern, as sorted tuples.
+
+        The first number of each tuple is an attempt. Attempts that this view leaves out are omitted.
+        """
         matches = filter(None, map(pattern.fullmatch, self.names(folder)))
         numbers = sorted(tuple(map(int, match.groups())) for match in matches)
         return [each for each in numbers if each[0] <= self._last_attempt]

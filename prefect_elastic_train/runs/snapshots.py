@@ -20,7 +20,7 @@ class _Snapshot(BaseModel):
     latest_checkpoint_result: _Result | None = None
 
 
-#: Lists of results, each with the list that has one entry for each of them.
+#: Names of lists of results, each with the name of the list that has one entry for each result.
 _PARALLEL_LISTS = {
     "checkpoint_results": "checkpoint_report_indices",
     "pending_training_results": "pending_validation_specs",

@@ -17,7 +17,7 @@ from prefect_elastic_train.storage.store import NOTHING, Listing, RunStore, for_
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
-#: Size of the parts of a file's upload.
+#: Size in bytes of a part of a multipart upload.
 PART_BYTES = 16 * 2**20
 _FILES_AT_ONCE = 8
 _LARGE_FILES_AT_ONCE = 2  # those of several parts, which are in memory during the upload
@@ -47,7 +47,7 @@ class ObjectRunStore(RunStore):
         """Return the bytes of an object in the run directory, from position ``start`` up to ``end``."""
         return bytes(self.storage.filesystem.cat_file(self._key(name), start=start, end=end))
 
-    def abandon_uploads(self) -> None:
+    def abort_uploads(self) -> None:
         if not hasattr(self.storage.filesystem, "abort_uploads"):
             return
         try:
@@ -133,7 +133,7 @@ class ObjectRunStore(RunStore):
         self._find(lambda files: files.rm_file(self._key(name)))
 
     def _delete_folder(self, name: str) -> None:
-        # Without retries of their own: before each try, the fence is checked.
+        # No retries here: the caller retries, and checks the fence before each try.
         key = self._key(name)
         paths = [path for path in self._find(lambda files: files.find(key)) or [] if _below(key, path)]
         for_each(paths, lambda path: self._find(lambda files: files.rm_file(path)), _FILES_AT_ONCE)

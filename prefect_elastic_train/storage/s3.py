@@ -21,8 +21,8 @@ from prefect_elastic_train.storage.object_store import PART_BYTES
 from prefect_elastic_train.storage.retries import Retries
 
 _LOADER = create_loader()  # shared: it takes a third of a second to read the descriptions of AWS
-_READ_BYTES = 2**18  # at a time; s3fs reads a quarter of it, which takes a third more CPU time
-#: The number of parts of a file's upload that are sent at a time, and S3's maximum.
+_READ_BYTES = 2**18  # read at a time; s3fs itself reads a quarter of this, which takes a third more CPU time
+#: Number of parts of a multipart upload that are sent at a time, and S3's limit for the parts of one upload.
 _PARTS_AT_ONCE = 4
 _MAX_PARTS = 10_000
 #: Time limit of a request without its body. botocore's begins only when the body is sent, which a store may never read.

@@ -42,7 +42,7 @@ class Listing(NamedTuple):
 def retried(verb: str) -> Callable[[Method], Method]:
     """Return a decorator that retries a method of a store while it fails with a transient fault.
 
-    The method's first argument is a name in the run directory, which messages have behind ``verb``.
+    The method's first argument is a name in the run directory. Messages name the operation as ``verb`` and this name.
     """
 
     def decorate(method: Method) -> Method:
@@ -56,7 +56,7 @@ def retried(verb: str) -> Callable[[Method], Method]:
 
 
 class RunStore(abc.ABC):
-    """Operations on one run directory, which are :func:`retried`.
+    """Operations on one run directory. Transient faults are retried (see :func:`retried`).
 
     Names are relative, with forward slashes. A store can be pickled.
 
@@ -104,7 +104,7 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def entries(self, folder: str) -> Listing:
-        """Return the names of what is directly in a folder of the run directory; none if there is no such folder."""
+        """Return the names of the objects and folders directly in a folder; none if there is no such folder."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names of the objects directly in a folder of the run directory, sorted."""
@@ -143,7 +143,7 @@ class RunStore(abc.ABC):
 
         self.retries.call(f"delete {name}", delete)
 
-    def abandon_uploads(self) -> None:  # noqa: B027 - a disk has none
+    def abort_uploads(self) -> None:  # noqa: B027 - a disk has none
         """Delete the parts of unfinished uploads, which an object store keeps without listing them.
 
         No worker of this run may be uploading, except those of fenced-off attempts.
@@ -255,7 +255,7 @@ class LocalRunStore(RunStore):
     def _delete_folder(self, name: str) -> None:
         path = self._root / name
         if path.is_dir() and not path.is_symlink():  # a run may be a link to another disk
-            # Another process may delete it, too, or still write into it: then it is not empty, and is retried.
+            # Another process may delete the folder too, or still write into it. If it is not empty, this is retried.
             shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_deleted(error[1]))
             _sync_folder(path.parent)
 

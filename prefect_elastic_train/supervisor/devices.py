@@ -89,7 +89,7 @@ class DeviceClaims:
 
 
 def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:
-    """Return the least and the largest number of GPUs that a local cluster uses; None for as many as are free."""
+    """Return the minimum and maximum number of GPUs of a local cluster; maximum None: as many as are free."""
     if spec.cluster.num_gpus >= 0:
         return spec.cluster.num_gpus, spec.cluster.num_gpus
     scaling = spec.scaling

@@ -1,4 +1,4 @@
-"""A running driver as its supervisor sees it, and drivers that are child processes of the flow process."""
+"""Handles of running drivers for the supervisor, and drivers that are child processes of the flow process."""
 
 import os
 import queue
@@ -34,7 +34,7 @@ _PIPE_SECONDS = 2.0
 #: Time for which a killed process that hangs in the kernel is waited for.
 _REAP_SECONDS = 10.0
 _OUTPUT_QUEUE = 10_000
-#: Training time before the next driver is started. Its imports take processor time, and short trainings need none.
+#: Training time before the next driver is pre-started. Its imports take CPU time, and short trainings need none.
 _PRESTART_SECONDS = 60.0
 
 

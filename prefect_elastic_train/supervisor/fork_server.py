@@ -2,9 +2,9 @@
 
 Most of the start of a Ray worker is imports, the same for all workers. This process imports them once, and forks for
 each worker that Ray starts. A forked worker starts in milliseconds and shares the memory of the imports. Ray starts
-:mod:`prefect_elastic_train.supervisor.forked_worker` in place of its own program. That connects to this
-process and waits. The worker that this process forks reads arguments, environment and folder of the waiting process
-from ``/proc``. If none is forked, the waiting process becomes Ray's own program.
+:mod:`prefect_elastic_train.supervisor.forked_worker` in place of its own worker program. That process connects to the
+fork server and waits. The forked worker reads arguments, environment and folder of the waiting process from ``/proc``.
+If no worker is forked, the waiting process runs Ray's own program.
 
 The imports start no thread that a child would miss, and use no GPU. The first request brings the variables that Ray
 reads when it is imported. They belong to one node; the children exit when that node exits. Workers with other
@@ -43,7 +43,7 @@ _NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as for workers that Ray starts ahead: th
 def serve_requests(framework: str, threads: str) -> None:
     """Fork this process for each request to start a Ray worker.
 
-    It returns in the forked child processes, and not in the fork server itself.
+    Returns only in the forked child processes, never in the fork server itself.
 
     Args:
         framework: Framework whose modules are imported before the first request.

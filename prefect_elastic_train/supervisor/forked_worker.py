@@ -13,7 +13,7 @@ _FORK_SECONDS = 60.0  # the first worker waits for the imports of the fork serve
 
 
 def request_fork() -> None:
-    """Request that the fork server forks a Ray worker in place of this process, and wait for the worker's answer.
+    """Request a forked Ray worker in place of this process from the fork server, and wait for the worker's answer.
 
     Raises:
         OSError: No worker was forked.

@@ -317,7 +317,7 @@ class JobDriver(DriverHandle):
             if ended.outcome is Outcome.CANCELLED:
                 return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
             if ended.outcome is Outcome.SUPERSEDED and self._was_running:
-                # Another process started that job; the one that has the run now may be this one.
+                # Another process started that job. This process may be the one that has taken over the run.
                 return self.final_event(Outcome.DRIVER_LOST, ended.message)
             return ended
         if status == "SUCCEEDED":

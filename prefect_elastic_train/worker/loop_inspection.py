@@ -103,7 +103,7 @@ def innermost_frame() -> Any:
 
 
 def current_line() -> str:
-    """Return as text the innermost line of the train loop that is not in a library, with its file and function.
+    """Return the innermost line of the train loop outside of libraries, with its file and function, as text.
 
     The text continues a sentence: ``at train.py:31 in step: loss.backward()``.
     """

@@ -95,6 +95,7 @@ def test_the_job_of_a_flow_process_that_is_killed_or_evicted_goes_on_and_is_foll
     _assert_nothing_left(head)
 
 
+@pytest.mark.full
 def test_a_submission_whose_answer_is_lost_is_recognised_and_the_killed_driver_of_a_job_is_followed_by_another_job(
     start: Start, ledger: str, head: RayHead
 ) -> None:

@@ -61,6 +61,7 @@ def test_nothing_is_left_of_a_process_pool_whose_flow_process_is_killed(start: S
     wait_for(lambda: not Path(mark).exists(), 5, "spec and token to be removed")
 
 
+@pytest.mark.full
 def test_worker_controller_and_driver_killed_on_a_joined_cluster_leave_nothing_and_each_name_is_there_once(
     start: Start, ledger: str, tmp_path: Path, head: RayHead
 ) -> None:

@@ -100,6 +100,7 @@ def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pil
     assert len(kept) == 1, "what the policy does not keep is deleted"
 
 
+@pytest.mark.full
 def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes(
     start: processes.Start, ledger: str, head: RayHead, disk: Path
 ) -> None:

@@ -294,6 +294,7 @@ def test_training_that_is_out_of_time_ends_as_timed_out(
     assert flow_process.marked() == []
 
 
+@pytest.mark.full
 def test_outage_of_the_prefect_api_does_not_disturb_training(start: Start, tmp_path: Path) -> None:
     port, gate = free_port(), tmp_path / "gate"
     script = Script(tmp_path, [{"train": 60}, {"until": str(gate)}, {"train": 10}, COMPLETED])

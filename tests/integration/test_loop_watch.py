@@ -32,17 +32,13 @@ HABITS: dict[str, tuple[list[str], int]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loop", "raised", "message"),
     [
         ("remotely_failing_loop", 'ValueError("a row without a number")', "a row without a number"),
         # Which cannot be pickled.
-        pytest.param(
-            "locked_failing_loop",
-            'LockedRowError("labels", 17)',
-            "LockedRowError: row 17 of labels is locked",
-            marks=pytest.mark.full,
-        ),
+        ("locked_failing_loop", 'LockedRowError("labels", 17)', "LockedRowError: row 17 of labels is locked"),
     ],
 )
 def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(

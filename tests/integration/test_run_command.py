@@ -95,6 +95,7 @@ def _flow_run(log: str) -> FlowRun:
         return client.read_flow_run(UUID(found[1]))
 
 
+@pytest.mark.full
 def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, api_url: str) -> None:
     blocks = {"cluster": RayCluster(num_cpus=1, auth_token=TOKEN), "failures": FailureBudget(max_failures=0)}
     for block in blocks.values():

@@ -53,6 +53,7 @@ def train(where: dict[str, Any]) -> Train:
     return run
 
 
+@pytest.mark.full
 def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(train: Train) -> None:
     metrics = {**{f"layer_{number}": number / 7 for number in range(30_000)}, "text": "x" * 1_000_000}
     result = train(train_loop_config={"steps": 3, "metrics": metrics}, failures=FailureBudget(driver_restarts=0))
@@ -130,6 +131,7 @@ def test_flow_that_is_retried_after_its_training_gets_the_result_at_once_and_a_c
     assert "run_name" in str(error)
 
 
+@pytest.mark.full
 def test_run_of_another_flow_run_is_refused_resumed_on_demand_and_a_source_for_new_runs(
     tmp_path: Path, train: Train, ledger: str
 ) -> None:

@@ -352,7 +352,7 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
 
     monkeypatch.setattr(callbacks.commits, "remove_leftovers", remove)
     callback, abandoned = controller.callback, list[str]()
-    monkeypatch.setattr(callback._store, "abandon_uploads", lambda: abandoned.append("all"))
+    monkeypatch.setattr(callback._store, "abort_uploads", lambda: abandoned.append("all"))
     for hook in (
         callback.before_worker_group_start,
         callback.before_controller_execute_resize_decision,

@@ -197,7 +197,7 @@ def test_a_request_that_fails_leaves_whole_objects_and_no_other_part_is_sent_aga
         assert proxy.count("partNumber=") == 5 + ("partNumber" in contains)
     # Nobody knows the one whose beginning was not answered, and the end of the attempt removes it.
     assert len(unfinished(server, run)) == ("uploads" in contains)
-    run.abandon_uploads()
+    run.abort_uploads()
     assert unfinished(server, run) == []
 
 
@@ -296,10 +296,10 @@ def test_unfinished_uploads_of_a_run_are_abandoned_and_those_of_others_are_not(
 
     monkeypatch.setattr(S3FileSystem, "_call_s3", list_all)
     proxy.refuse("AccessDenied", contains="uploads")
-    run.abandon_uploads()
+    run.abort_uploads()
     assert len(unfinished(server, run)) == 2, "a key that may not list uploads leaves them"
     proxy.calm()
-    run.abandon_uploads()
+    run.abort_uploads()
     assert sorted(key for key in server.incomplete_uploads("training") if prefix in key) == sorted(others)
 
 
