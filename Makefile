@@ -57,7 +57,7 @@ every: $(STAMP)
 check: $(STAMP)  ## lint, types and unit tests, in a minute and a half
 	$(TOGETHER) lint types unit
 
-test: $(STAMP)  ## what CI runs: check, one integration or fault test of each kind, forty random faults
+test: $(STAMP)  ## what CI runs: check, one integration or fault test of each kind, thirty random faults
 	$(TOGETHER) lint types quick
 
 test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel

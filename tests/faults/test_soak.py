@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import ROOT, end_tree, spawn
 
-FAULTS, SECONDS = 40, 2400
+FAULTS, SECONDS = 30, 2400
 #: From this seed on, torch and JAX are trained, in all three places; and Ray loses no calls, which would take minutes
 #: more.
 SEED = 30895

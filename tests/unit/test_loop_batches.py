@@ -117,7 +117,7 @@ def test_the_parts_of_a_batch_do_not_meet_by_labels_either() -> None:
                 torch.utils.data.ConcatDataset([FRAME["y"], FRAME["y"]]),
             )
         ),
-        (torch.utils.data.DataLoader(Own(X)), r"DataLoader has no .* \(of a DataLoader, give loader\.dataset\)"),
+        (torch.utils.data.DataLoader(Own(X)), r"DataLoader has no .* \(for a DataLoader, pass loader\.dataset\)"),
         (({"x": X, "y": X}, X[:2]), r"one length, not \[2, 10\]"),
     ],
 )
