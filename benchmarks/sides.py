@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
 
@@ -22,114 +22,80 @@ RESIZE_CHECK_SECONDS = 2.0
 
 
 def run_ours(settings: SideSettings) -> None:
-    """A flow that trains with elastic_train."""
-    from prefect import flow
+    """Run a flow that trains with elastic_train."""
+    from prefect_elastic_train import ElasticScaling
 
-    from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, RayCluster, elastic_train
-
-    @flow(name="benchmark")
-    def benchmark() -> None:
-        elastic_train(
-            ray_loop,
-            train_loop_config=settings.loop.to_config(),
-            framework="torch",
-            scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()),
-            failures=FailureBudget(
-                max_failures=settings.failures,
-                driver_restarts=settings.failures,
-                max_attempts_without_progress=max(2, settings.failures),
-                driver_restart_delay_seconds=0,
-            ),
-            storage=LocalStorage(path=settings.storage),
-            cluster=RayCluster(num_cpus=WORKERS),
-            run_name=settings.run_name,
-        )
-
-    benchmark()
+    _train(settings, scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()))
 
 
 def run_ours_warm(settings: SideSettings) -> None:
     """Run a flow that trains with elastic_train, with the warm starts that environment variables select."""
-    from prefect import flow
-
-    from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, RayCluster, elastic_train
+    from prefect_elastic_train import ElasticScaling
     from prefect_elastic_train.supervisor import driver_handle
 
     # The next driver is started soon after the last one, so that kills need not be a minute apart.
     driver_handle._PRESTART_SECONDS = 5.0 if PRESTART in os.environ else float("inf")
-    if settings.cluster_address:
-        cluster = RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"])
-    else:
-        # Workers with a runtime environment of their own are not forked.
-        environment = {} if FORK in os.environ else {"env_vars": {"BENCHMARK": "1"}}
-        cluster = RayCluster(num_cpus=WORKERS, runtime_env=environment)
-
-    @flow(name="benchmark")
-    def benchmark() -> None:
-        elastic_train(
-            ray_loop,
-            train_loop_config=settings.loop.to_config(),
-            framework="torch",
-            scaling=ElasticScaling(
-                min_workers=WORKERS, max_workers=WORKERS, standby="off" if NO_STANDBY in os.environ else "on"
-            ),
-            failures=FailureBudget(
-                max_failures=settings.failures,
-                driver_restarts=settings.failures,
-                driver_restart_delay_seconds=0,
-            ),
-            storage=LocalStorage(path=settings.storage),
-            cluster=cluster,
-            run_name=settings.run_name,
-        )
-
-    benchmark()
+    standby = "off" if NO_STANDBY in os.environ else "on"
+    # Workers with a runtime environment of their own are not forked.
+    environment = {} if settings.cluster_address or FORK in os.environ else {"env_vars": {"BENCHMARK": "1"}}
+    scaling = ElasticScaling(min_workers=WORKERS, max_workers=WORKERS, standby=standby)
+    _train(settings, environment, scaling=scaling)
 
 
 def run_ours_growing(settings: SideSettings) -> None:
-    """A flow that trains with elastic_train on a cluster that is there, with as many workers as fit."""
-    from prefect import flow
+    """Run a flow that trains with elastic_train on an existing cluster, with as many workers as fit."""
+    from prefect_elastic_train import ElasticScaling
 
-    from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
-
-    @flow(name="benchmark")
-    def benchmark() -> None:
-        elastic_train(
-            ray_loop,
-            train_loop_config=settings.loop.to_config(),
-            framework="torch",
-            scaling=ElasticScaling(
-                min_workers=1,
-                max_workers=WORKERS,
-                resize_check_interval_seconds=RESIZE_CHECK_SECONDS,
-                stability_delay_seconds=0,
-                standby=_standby(),
-            ),
-            storage=LocalStorage(path=settings.storage),
-            cluster=RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"]),
-            run_name=settings.run_name,
-        )
-
-    benchmark()
+    scaling = ElasticScaling(
+        min_workers=1,
+        max_workers=WORKERS,
+        resize_check_interval_seconds=RESIZE_CHECK_SECONDS,
+        stability_delay_seconds=0,
+        standby=_standby(),
+    )
+    _train(settings, scaling=scaling)
 
 
 def run_ours_reporting(settings: SideSettings) -> None:
-    """A flow that trains with elastic_train, with a loop that reports at each step."""
+    """Run a flow that trains with elastic_train, with a loop that reports at each step."""
+    from prefect_elastic_train import ElasticScaling
+
+    _train(
+        settings,
+        train_loop=metrics_loop,
+        framework="none",
+        scaling=ElasticScaling(min_workers=WORKERS, max_workers=WORKERS),
+    )
+
+
+def _train(settings: SideSettings, runtime_env: dict[str, Any] | None = None, **options: Any) -> None:
+    """Run a flow that trains on the cluster of the settings, else on a local one; ``options`` are elastic_train's."""
     from prefect import flow
 
-    from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
+    from prefect_elastic_train import FailureBudget, LocalStorage, RayCluster, elastic_train
+
+    if settings.cluster_address:
+        cluster = RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"])
+    else:
+        cluster = RayCluster(num_cpus=WORKERS, runtime_env=runtime_env or {})
+    defaults = {
+        "train_loop": ray_loop,
+        "train_loop_config": settings.loop.to_config(),
+        "framework": "torch",
+        "failures": FailureBudget(
+            max_failures=settings.failures,
+            driver_restarts=settings.failures,
+            max_attempts_without_progress=max(2, settings.failures),
+            driver_restart_delay_seconds=0,
+        ),
+        "storage": LocalStorage(path=settings.storage),
+        "cluster": cluster,
+        "run_name": settings.run_name,
+    }
 
     @flow(name="benchmark")
     def benchmark() -> None:
-        elastic_train(
-            metrics_loop,
-            train_loop_config=settings.loop.to_config(),
-            framework="none",
-            scaling=ElasticScaling(min_workers=WORKERS, max_workers=WORKERS),
-            storage=LocalStorage(path=settings.storage),
-            cluster=RayCluster(num_cpus=WORKERS),
-            run_name=settings.run_name,
-        )
+        elastic_train(**(defaults | options))
 
     benchmark()
 
