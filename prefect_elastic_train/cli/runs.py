@@ -27,7 +27,7 @@ from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSumma
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
 from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported_results
+from prefect_elastic_train.runs.snapshots import reported_results
 from prefect_elastic_train.storage.opening import Storage
 
 if TYPE_CHECKING:
@@ -234,14 +234,13 @@ def _checkpoint_rows(details: RunDetails) -> Iterator[dict[str, str]]:
     commit = details.commit
     if commit is None:
         return
-    latest = latest_checkpoint(commit.snapshot).get("checkpoint_dir_name")
     for index, result in reported_results(commit.snapshot):
         folder = result["checkpoint_dir_name"]
-        marks = {"latest": folder == latest, "best": folder == details.best_checkpoint}
+        marks = {"latest": folder == commit.checkpoint, "best": folder == details.best_checkpoint}
         yield {
             "checkpoint": loop_name(folder),
             "report": str(index),
-            "metrics": format_metrics(result["metrics"] or {}, 6),
+            "metrics": format_metrics(result["metrics"], 6),
             "size": size(sum(commit.manifest.get(folder, {}).values())),
             "": ", ".join(mark for mark, is_set in marks.items() if is_set),
         }

@@ -184,10 +184,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._reports_since_checkpoint = 0
         state.commit_count = 0
         state.budget.begin_group()
-        latest = state.commits.latest
-        state.checkpoint = latest.name if latest else ""
+        newest = state.commits.newest
+        state.checkpoint = newest.checkpoint if newest else ""
         # The counters of another run, from which this one was started, are not comparable.
-        metrics = latest.metrics if latest and latest.commit != SEED_COMMIT else {}
+        metrics = newest.latest["metrics"] if newest and newest.id != SEED_COMMIT else {}
         state.loops.begin_group(self._workers, loop_name(state.checkpoint), metrics)
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
@@ -258,8 +258,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._reports_since_checkpoint = 0
         if not state.loops.ignored:  # otherwise it repeats earlier work
             state.budget.commit()
-        latest = state.commits.latest
-        size_bytes = latest.size_bytes if latest and latest.name == name else 0
+        newest = state.commits.newest
+        size_bytes = sum(newest.manifest.get(name, {}).values()) if newest else 0
         state.publish(
             ev.CheckpointCommitted(checkpoint=name, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size)
         )

@@ -105,7 +105,10 @@ class Fingerprint(_Record):
 
 
 class RunRecord(_Record):
-    """``run.json``: identity of the run and its creator."""
+    """``run.json``: identity of the run and its creator.
+
+    ``<storage>/.elastic_train/completed/…`` has a copy of it for each completed run.
+    """
 
     name: str
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
@@ -118,12 +121,6 @@ class RunRecord(_Record):
     #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.default_run_name`.
     part: str = ""
     versions: dict[str, str] = {}
-
-
-class CompletedRuns(_Record):
-    """``<storage>/.elastic_train/completed/…``: the completed runs of a training in a deployment, newest first."""
-
-    runs: list[RunRecord] = []
 
 
 class AttemptRecord(_Record):
@@ -160,24 +157,41 @@ class EndedRecord(_Record):
 class CommitRecord(_Record):
     """``commits/<attempt>-<sequence>.json``: a commit, with Ray Train's snapshot and the files of its checkpoints.
 
-    The snapshot of an incremental commit has only ``added``: the snapshot of the checkpoints since the full commit of
-    the same attempt with sequence ``since``.
+    The snapshot of an incremental commit lists only the checkpoints after those of the full commit of the same attempt
+    with sequence ``since``.
     """
 
     attempt: int
     sequence: int
     at: float = Field(default_factory=time.time)
     trained: float = 0.0  # seconds that the worker groups of the attempt had trained
+    since: int = 0  # 0: a full commit
     snapshot: dict[str, Any]
     manifest: dict[str, dict[str, int]]  # by checkpoint folder: path and size in bytes of each file
 
+    @property
+    def id(self) -> tuple[int, int]:
+        """The attempt that wrote the commit, and the commit's sequence number in that attempt."""
+        return self.attempt, self.sequence
+
+    @property
+    def latest(self) -> Any:
+        """Ray's result of the latest checkpoint, with ``checkpoint_dir_name`` and ``metrics``.
+
+        Restarted worker groups and new attempts start from this checkpoint.
+        """
+        return self.snapshot["latest_checkpoint_result"]
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the latest checkpoint's folder."""
+        return str(self.latest["checkpoint_dir_name"])
+
 
 class Heartbeat(_Record):
-    """``heartbeat.json``: a counter that the driver of an attempt increases, and the time of the last increase."""
+    """``heartbeat.json``: the time at which the driver of an attempt last wrote it."""
 
     attempt: int
-    beat: int
-    interval_seconds: float
     at: float = Field(default_factory=time.time)
 
 

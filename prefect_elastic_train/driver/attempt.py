@@ -29,7 +29,7 @@ from prefect_elastic_train.report.accounts import Tally, add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_is_free, end_attempt
 from prefect_elastic_train.runs.commits import restore_snapshot
-from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, start_heartbeat, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
 from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
@@ -63,7 +63,7 @@ class Attempt:
         self._storage = Storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
         self.recorder = EventRecorder(output, details, self.store, spec)
-        self._heartbeat: HeartbeatWriter | None = None
+        self._stop_heartbeat: Callable[[], None] = lambda: None
         self._receiver = EventReceiver(self.recorder.emit)
         #: Tally of the earlier attempts.
         self._past = Tally()
@@ -108,7 +108,7 @@ class Attempt:
         limited = self.store.with_retry_limit(HEARTBEAT_SECONDS)
         # The signal ends fit(), as the supervisor's does.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
-        self._heartbeat = HeartbeatWriter(limited, begun.attempt, on_fenced_off=interrupt)
+        self._stop_heartbeat = start_heartbeat(limited, begun.attempt, interrupt)
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
             self._past = recorder.recall_history()
@@ -153,8 +153,7 @@ class Attempt:
         if ended.outcome is not Outcome.COMPLETED:
             ended = self.find_successor() or ended
         self._receiver.close()
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
+        self._stop_heartbeat()
         if recorder.attempt and not ended.already_finished:
             store = self._store_for_end()
             recorder.set_activity("recording the attempt's end")
@@ -314,7 +313,7 @@ class Attempt:
         self.recorder.set_activity("adding up the run's result")
         self._receiver.finish(EXIT_STEP_SECONDS)
         self.recorder.history.close()
-        restore_snapshot(self.store, RunDirectory(self.store).find_resume_point(check_files=False))
+        restore_snapshot(self.store, RunDirectory(self.store).newest_commit)
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.recorder.attempt)
         return ended.model_copy(update={"result": self._result(ended)})
 

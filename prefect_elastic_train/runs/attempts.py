@@ -94,12 +94,12 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # another process started this attempt: check again who holds the run
         if RunDirectory(store, attempt - 1).newest_commit_id != newest:
-            end_attempt(store, attempt, Outcome.SUPERSEDED, "the previous holder committed meanwhile")
-            continue
+            continue  # the previous holder committed meanwhile: this attempt stays unconfirmed
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last.number and not last.ended:
             end_attempt(store, last.number, Outcome.DRIVER_LOST, f"taken over by attempt {attempt}")
-        notes += [*_configuration_notes(run, request), *point.repairs, *restore_snapshot(store, point)]
+        restore_snapshot(store, point.commit)
+        notes += [*_configuration_notes(run, request), *point.repairs]
         return Begun(attempt, point, counted + 1, notes, run.record.id)
     raise refusal(
         f"run {request.run_name!r} was changed {_MAX_TRIES} times while this driver tried to start; another flow run "

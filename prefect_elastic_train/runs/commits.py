@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
@@ -22,15 +22,12 @@ from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.run_directory import (
-    SEED_COMMIT,
-    ResumePoint,
     RunDirectory,
     newest_attempt_number,
     refusal,
 )
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
-    latest_checkpoint,
     parse_snapshot,
     without_checkpoints,
 )
@@ -80,26 +77,17 @@ def _polls() -> Iterator[None]:
         yield
 
 
-class LatestCheckpoint(NamedTuple):
-    """The latest checkpoint in the newest commit of a run."""
-
-    name: str  # folder name; empty without a checkpoint
-    metrics: dict[str, Any]
-    size_bytes: int
-    commit: layout.CommitId
-
-
 class CommitLog:
     """Writes the commits of one attempt, in the process of Ray Train's controller.
 
     Attributes:
         trained_seconds: Returns for how long the worker groups of the attempt have trained.
-        latest: The latest checkpoint of the newest commit that was read or written; None without a commit.
+        newest: The newest commit that was read or written; None without one. It is not joined with its full commit.
     """
 
     def __init__(self, store: RunStore, attempt: int) -> None:
         self.trained_seconds: Callable[[], float] = lambda: 0.0
-        self.latest: LatestCheckpoint | None = None
+        self.newest: CommitRecord | None = None
         self._store = store
         self._attempt = attempt
         self._run = RunDirectory(store, attempt)  # a cached view, replaced after each commit
@@ -117,7 +105,7 @@ class CommitLog:
             self._own = {sequence: sequence for attempt, sequence in self._run.commit_ids if attempt == self._attempt}
         if newest:
             self._manifest = newest.manifest
-            self._set_latest(newest.snapshot, (newest.attempt, newest.sequence))
+            self.newest = newest
         return newest
 
     def commit(self, data: bytes, is_full: bool = True) -> CommitRecord:
@@ -136,13 +124,13 @@ class CommitLog:
         check_fence(self._store, self._attempt)
         if not self._own:
             self.newest_commit()
-        manifest = self._list_files(snapshot)
         record = CommitRecord(
             attempt=self._attempt,
             sequence=max(self._own, default=0) + 1,
             trained=self.trained_seconds(),
-            snapshot=snapshot if is_full else {"added": {**snapshot, "since": self._full}},
-            manifest=manifest,
+            since=0 if is_full else self._full,
+            snapshot=snapshot,
+            manifest=self._list_files(snapshot),
         )
         self._run = RunDirectory(self._store, self._attempt)
         while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
@@ -152,21 +140,14 @@ class CommitLog:
             self._store.replace(layout.SNAPSHOT, data)
             self._full = record.sequence
             self._manifest = {}
-        self._manifest |= manifest
+        self._manifest |= record.manifest
         self._own[record.sequence] = self._full
         kept = [*self._own.items()][-_COMMITS_KEPT:]
         for sequence in self._own.keys() - {sequence for pair in kept for sequence in pair}:
             self._store.delete(layout.commit_name(self._attempt, sequence))
             del self._own[sequence]
-        self._set_latest(snapshot, (record.attempt, record.sequence))
+        self.newest = record
         return record
-
-    def _set_latest(self, snapshot: dict[str, Any], commit: layout.CommitId) -> None:
-        """Set :attr:`latest` to the latest checkpoint in a commit's snapshot."""
-        latest = latest_checkpoint(snapshot)
-        name = latest.get("checkpoint_dir_name", "")
-        size_bytes = sum(self._manifest.get(name, {}).values())
-        self.latest = LatestCheckpoint(name, latest.get("metrics") or {}, size_bytes, commit)
 
     def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
         """Return the manifest of the checkpoints in a snapshot: path and size of each file, by checkpoint folder.
@@ -195,24 +176,12 @@ class CommitLog:
         raise ElasticTrainError(f"checkpoint {name} in {self._store.uri} is incomplete, not committed: {missing}")
 
 
-def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
-    """Write the snapshot of a resume point into Ray Train's snapshot file, unless the file has this content.
-
-    Without a snapshot in the resume point, delete the file. Return messages about differences that are not expected.
-    """
-    run = RunDirectory(store)
-    if point.snapshot is None:
-        exists = run.read(layout.SNAPSHOT) is not None
+def restore_snapshot(store: RunStore, commit: CommitRecord | None) -> None:
+    """Write the snapshot of a commit into Ray Train's snapshot file; without a commit, delete the file."""
+    if commit:
+        store.replace(layout.SNAPSHOT, json.dumps(commit.snapshot).encode())
+    else:
         store.delete(layout.SNAPSHOT)
-        return ["Ray's snapshot belongs to no commit and was removed"] if exists else []
-    text = json.dumps(point.snapshot)
-    if json.dumps(run.mirror) == text:  # compared as text, because NaN in metrics equals nothing
-        return []
-    store.replace(layout.SNAPSHOT, text.encode())
-    # Ray's file is not written by incremental commits, and not copied with a checkpoint.
-    if point.repairs or "since" in point.snapshot or point.base == SEED_COMMIT:
-        return []
-    return ["Ray's snapshot was torn, missing or not the newest commit's, and was rewritten from that"]
 
 
 def adopt_snapshot(store: RunStore) -> list[str]:
@@ -224,31 +193,28 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     Raises:
         AttemptFailedError: The snapshot is torn, or names no checkpoint that still exists; outcome ``invalid``.
     """
-    run = RunDirectory(store)
-    snapshot = run.mirror
+    snapshot = RunDirectory(store).mirror
     names = checkpoint_names(snapshot)
-    missing = [name for name in names if not run.file_sizes(name)]
+    manifest = {name: files for name in names if (files := store.file_sizes(name))}
+    missing = [name for name in names if name not in manifest]
     usable = without_checkpoints(snapshot, missing) if snapshot else None
     if not usable:
         raise refusal(
             f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
             "names no checkpoint that still exists; remove that file to start from scratch, or give another run_name"
         )
-    write_first_commit(store, usable)
+    write_first_commit(store, usable, manifest)
     notes = [f"checkpoint {name} was dropped: its folder is missing or empty" for name in missing]
-    adopted = len(names) - len(missing)
-    return [f"the run was written by Ray Train alone; {adopted} of its checkpoints were adopted", *notes]
+    return [f"the run was written by Ray Train alone; {len(manifest)} of its checkpoints were adopted", *notes]
 
 
-def write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
-    """Write the first commit of a run from a snapshot whose checkpoints exist.
+def write_first_commit(store: RunStore, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> None:
+    """Write the first commit of a run from a snapshot and the sizes of its checkpoints' files.
 
     An existing first commit is not changed.
     """
-    manifest = {name: store.file_sizes(name) or {} for name in checkpoint_names(snapshot)}
-    attempt, sequence = SEED_COMMIT
-    record = CommitRecord(attempt=attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
-    store.create(layout.commit_name(*SEED_COMMIT), encode(record))
+    record = CommitRecord(attempt=0, sequence=0, snapshot=snapshot, manifest=manifest)
+    store.create(layout.commit_name(*record.id), encode(record))
 
 
 def remove_leftovers(store: RunStore, attempt: int) -> list[str]:

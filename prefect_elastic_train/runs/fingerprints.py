@@ -147,39 +147,40 @@ def _stable(value: Any, unstable: set[str]) -> Any:
     kind = _full_name(type(value))
     module = type(value).__module__
     content: Any = None
-    if value is None or (isinstance(value, str | int | float) and not isinstance(value, Enum)):
-        return value
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, Mapping):
-        pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(item) for key, item in value.items()}
-        assert len(pairs) == len(value), "keys such as 1 and '1'"
-        return pairs
-    if isinstance(value, tuple | MutableSequence) and not hasattr(value, "_fields"):
-        return [stable(item) for item in value]
-    if isinstance(value, Set):
-        content = sorted(json.dumps(stable(item), sort_keys=True) for item in value)
-    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        content = _full_name(value)
-    elif isinstance(value, Enum):
-        content = value.name
-    elif isinstance(value, SecretStr):
-        content = value.get_secret_value()
-    elif isinstance(value, BaseModel):
-        content = dict(value)
-    elif dataclasses.is_dataclass(value):
-        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        if getattr(value, "__dict__", {}).keys() - content.keys():  # attributes that are no fields may matter
-            unstable.add(kind)
-    elif hasattr(value, "_fields"):
-        content = value._asdict()
-    elif module in _VALUE_MODULES and hasattr(value, "__array__"):
-        with suppress(TypeError, RuntimeError):  # torch tensors with gradients, in bfloat16, on a GPU
-            array = sys.modules["numpy"].asarray(value)
-            data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
-            content = [str(array.dtype), array.shape, data]
-    elif module in _VALUE_MODULES:
-        content = repr(value)
+    match value:
+        case Enum():
+            content = value.name
+        case None | str() | int() | float():
+            return value
+        case PurePath():
+            return str(value)
+        case Mapping():
+            pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(value[key]) for key in value}
+            assert len(pairs) == len(value), "keys such as 1 and '1'"
+            return pairs
+        case tuple() | MutableSequence() if not hasattr(value, "_fields"):
+            return [stable(item) for item in value]
+        case Set():
+            content = sorted(json.dumps(stable(item), sort_keys=True) for item in value)
+        case type() | types.FunctionType() | types.BuiltinFunctionType():
+            content = _full_name(value)
+        case SecretStr():
+            content = value.get_secret_value()
+        case BaseModel():
+            content = dict(value)
+        case _ if dataclasses.is_dataclass(value):
+            content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            if getattr(value, "__dict__", {}).keys() - content.keys():  # attributes that are no fields may matter
+                unstable.add(kind)
+        case _ if hasattr(value, "_fields"):
+            content = value._asdict()
+        case _ if module in _VALUE_MODULES and hasattr(value, "__array__"):
+            with suppress(TypeError, RuntimeError):  # torch tensors with gradients, in bfloat16, on a GPU
+                array = sys.modules["numpy"].asarray(value)
+                data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+                content = [str(array.dtype), array.shape, data]
+        case _ if module in _VALUE_MODULES:
+            content = repr(value)
     if content is None or (isinstance(content, str) and _NO_VALUE.search(content)):
         unstable.add(kind)
         return kind

@@ -1,7 +1,6 @@
 """Liveness of a run's driver: the heartbeat that it writes, and the checks by other processes."""
 
 import enum
-import itertools
 import logging
 import os
 import socket
@@ -43,49 +42,37 @@ class DriverState(NamedTuple):
     active_at: float
 
 
-class HeartbeatWriter:
-    """Writes ``heartbeat.json`` of an attempt from a thread, until it is stopped.
+def start_heartbeat(store: RunStore, attempt: int, on_fenced_off: Callable[[], object]) -> Callable[[], None]:
+    """Write ``heartbeat.json`` of an attempt from a thread. Return a function that stops that, within two seconds.
 
     An outage of the storage is logged once. ``on_fenced_off`` is called once, when a later attempt has started; no
     heartbeat is written after that.
     """
+    stopped = threading.Event()
 
-    def __init__(
-        self,
-        store: RunStore,
-        attempt: int,
-        on_fenced_off: Callable[[], object] = lambda: None,
-        interval_seconds: float = HEARTBEAT_SECONDS,
-    ) -> None:
-        self._store = store
-        self._attempt = attempt
-        self._on_fenced_off = on_fenced_off
-        self._interval_seconds = interval_seconds
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic-train-heartbeat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop writing heartbeats. Return within two seconds."""
-        self._stopped.set()
-        self._thread.join(timeout=2)
-
-    def _run(self) -> None:
+    def write() -> None:
         is_failing = False
-        for beat in itertools.count(1):
-            heartbeat = Heartbeat(attempt=self._attempt, beat=beat, interval_seconds=self._interval_seconds)
+        while True:
             try:
-                if newest_attempt_number(self._store) > self._attempt:
-                    self._on_fenced_off()
+                if newest_attempt_number(store) > attempt:
+                    on_fenced_off()
                     return
-                self._store.replace(layout.HEARTBEAT, encode(heartbeat))
+                store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=attempt)))
                 is_failing = False
             except Exception as error:  # noqa: BLE001 - without heartbeats the driver would count as dead
                 if not is_failing:
                     logger.warning("could not write the heartbeat, will keep trying: %s", error)
                 is_failing = True
-            if self._stopped.wait(self._interval_seconds):
+            if stopped.wait(HEARTBEAT_SECONDS):
                 return
+
+    def stop() -> None:
+        stopped.set()
+        thread.join(timeout=2)
+
+    thread = threading.Thread(target=write, name="elastic-train-heartbeat", daemon=True)
+    thread.start()
+    return stop
 
 
 def host_id() -> str:
@@ -122,13 +109,12 @@ def is_alive(store: RunStore, owner: Owner | None) -> bool:
     """Return True if the driver that holds a run is alive. Call it only if the newest attempt has no recorded end.
 
     On the driver's own machine its process is looked up. Elsewhere, or if the owner is unknown, the heartbeat is
-    watched for three of its intervals, until it changes. No clocks are compared.
+    watched for three of its intervals, until it changes. Clocks of different machines are not compared.
     """
     if owner and owner.host == host_id():
         return driver_process(owner) is not None
     first = store.read(layout.HEARTBEAT)
-    heartbeat = decode(Heartbeat, first)
-    watch_seconds = _MISSED_BEATS * (heartbeat.interval_seconds if heartbeat else HEARTBEAT_SECONDS)
+    watch_seconds = _MISSED_BEATS * HEARTBEAT_SECONDS
     deadline = time.monotonic() + watch_seconds
     while time.monotonic() < deadline:
         time.sleep(min(0.5, watch_seconds / 10))
@@ -155,7 +141,7 @@ def observe_driver(run: RunDirectory, attempt: RecordedAttempt) -> DriverState:
     if not active_at:
         return DriverState(Liveness.UNKNOWN, "no heartbeat", 0.0)
     liveness = Liveness.DEAD if now - active_at > _DEAD_SECONDS else Liveness.UNKNOWN
-    if heartbeat and abs(now - beat_at) <= _MISSED_BEATS * heartbeat.interval_seconds:
+    if abs(now - beat_at) <= _MISSED_BEATS * HEARTBEAT_SECONDS:
         liveness = Liveness.ALIVE
     detail = f"last active {now - active_at:.0f} s ago on {owner.host.partition('/')[0]}"
     return DriverState(liveness, detail, active_at)

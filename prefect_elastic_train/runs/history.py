@@ -4,7 +4,7 @@ import itertools
 import logging
 import re
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator
 
 from prefect_elastic_train.core import events as ev
@@ -14,7 +14,7 @@ from prefect_elastic_train.storage.store import RunStore
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024
-_WRITE_SECONDS = 2.0
+_WRITE_SECONDS = 1.0
 #: Reports without a checkpoint are thinned: the minimum time between two grows by 1 s with each so many that are kept.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
@@ -47,10 +47,9 @@ class HistoryWriter:
         self._segments = itertools.count()
         self._name = ""  # of the current segment
         self._content = b""
+        self._events: deque[ev.Event] = deque()  # that are not in a segment yet
         self._unwritten: dict[str, bytes] = {}  # content of the segments that have changed, by name
-        self._urgent = threading.Event()
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._last_report_at = 0.0
         self._reports_kept = 0  # since the start of the worker group
         self._skipped: list[ev.Event] = []  # the newest report if it was left out; kept if another event follows
@@ -71,52 +70,41 @@ class HistoryWriter:
         if isinstance(event, ev.WorkerGroupStarted):
             self._reports_kept = 0
         if not isinstance(event, ev.Report):
-            self._append(*self._skipped)
+            self._events += self._skipped
         self._skipped = []
-        self._append(event)
-        if not isinstance(event, ev.Reported):
-            self._urgent.set()
+        self._events.append(event)
 
     def close(self) -> None:
         """Write the remaining events into the history, and stop the thread. Return within some seconds.
 
         It may be called again after another event was added.
         """
-        self._append(*self._skipped)
+        self._events += self._skipped
         self._skipped = []
-        self._closed = True
-        self._urgent.set()
+        self._closed.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._write()
 
-    def _append(self, *events: ev.Event) -> None:
-        for event in events:
-            line = ev.encode_event(event).encode() + b"\n"
-            is_summary = isinstance(event, ev.RunRecalled)
-            with self._lock:
+    def _run(self) -> None:
+        while not self._closed.wait(_WRITE_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        """Add the waiting events to segments and write these; called by one thread at a time."""
+        try:
+            while self._events:
+                event = self._events.popleft()
+                line = ev.encode_event(event).encode() + b"\n"
+                is_summary = isinstance(event, ev.RunRecalled)
                 if not self._content or is_summary or len(self._content) + len(line) > _SEGMENT_BYTES:
                     mark = "r" if is_summary else ""
                     self._name = f"{layout.EVENTS}/{self._attempt:04d}-{next(self._segments):03d}{mark}.jsonl"
                     self._content = b""
                 self._content += line
                 self._unwritten[self._name] = self._content
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._urgent.wait(_WRITE_SECONDS)
-            self._urgent.clear()
-            self._write()
-            time.sleep(0.2)
-
-    def _write(self) -> None:
-        with self._lock:  # released while the storage is waited for
-            unwritten = dict(self._unwritten)
-        try:
-            for name, content in unwritten.items():
-                self._store.replace(name, content)
-                with self._lock:
-                    if self._unwritten.get(name) == content:
-                        del self._unwritten[name]
+            for name in list(self._unwritten):
+                self._store.replace(name, self._unwritten[name])
+                del self._unwritten[name]
         except Exception as error:  # noqa: BLE001 - training matters more
             logger.warning("could not write the history, will try again: %s", error)

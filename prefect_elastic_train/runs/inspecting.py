@@ -14,7 +14,6 @@ from prefect_elastic_train.runs.heartbeat import Liveness, observe_driver
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.run_directory import RecordedAttempt, RunDirectory
-from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.store import RunStore
 
 
@@ -36,11 +35,7 @@ _STATES = {Liveness.ALIVE: RunState.TRAINING, Liveness.DEAD: RunState.DIED, Live
 _ENDS = {Outcome.COMPLETED.value: RunState.COMPLETED, Outcome.CANCELLED.value: RunState.CANCELLED}
 
 
-class _View(BaseModel, frozen=True, ser_json_inf_nan="null"):
-    """Base class of the values that the CLI prints as JSON, where NaN and infinity become null."""
-
-
-class RunSummary(_View):
+class RunSummary(BaseModel):
     """Summary of a run. Times are seconds since the epoch."""
 
     name: str
@@ -62,7 +57,7 @@ class RunSummary(_View):
     flow_name: str = ""
 
 
-class RunDetails(_View):
+class RunDetails(BaseModel):
     """All records of a run, each null if it is missing or torn, and the totals of its history."""
 
     summary: RunSummary
@@ -75,7 +70,7 @@ class RunDetails(_View):
     goodput: float
 
 
-class Verification(_View):
+class Verification(BaseModel):
     """Result of :func:`verify`: what a resume of the run would do, found without resuming it."""
 
     name: str
@@ -100,7 +95,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
         times.append(commit.at)
         fields |= {
             "reports": commit.snapshot["current_report_index"],
-            "metrics": latest_checkpoint(commit.snapshot).get("metrics") or {},
+            "metrics": commit.latest["metrics"],
             "checkpoints": len(commit.snapshot["checkpoint_results"]),
             "size_bytes": sum(sum(files.values()) for files in commit.manifest.values()),
             "last_commit_at": commit.at,
@@ -184,20 +179,19 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
         score: Metric that is kept first if the result must be shortened for the attempt's final event.
     """
     run = RunDirectory(store)
-    point = run.find_resume_point()
-    latest = latest_checkpoint(point.snapshot)
-    best = run.best_checkpoint(point.commit)
+    commit = run.find_resume_point().commit
+    best = run.best_checkpoint(commit)
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
         **accounts.model_dump(exclude={"attempts"}),
         run_name=run.name,
         run_uri=store.uri,
-        checkpoint_uri=f"{store.uri}/{point.checkpoint}" if latest else "",
-        metrics=latest["metrics"] if latest else accounts.last_metrics,
+        checkpoint_uri=f"{store.uri}/{commit.checkpoint}" if commit else "",
+        metrics=commit.latest["metrics"] if commit else accounts.last_metrics,
         best_checkpoint_uri=f"{store.uri}/{best}" if best else "",
         best_checkpoints=[
             BestCheckpoint(uri=f"{store.uri}/{result['checkpoint_dir_name']}", metrics=result["metrics"])
-            for result in (point.snapshot or {}).get("checkpoint_results", [])
+            for result in (commit.snapshot["checkpoint_results"] if commit else [])
         ],
         attempts=max(accounts.attempts, 1),
         goodput=accounts.time.goodput,

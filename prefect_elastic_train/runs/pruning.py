@@ -14,7 +14,7 @@ from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.heartbeat import Liveness, is_alive, this_process
 from prefect_elastic_train.runs.inspecting import RunState, summarize
-from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
+from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number, refusal
 from prefect_elastic_train.storage.store import RunStore
 
 _SETTLE_SECONDS = 60.0  # time that an attempt's processes may outlive its driver, or the record of its end
@@ -53,7 +53,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
     """
     try:
         summary = summarize(run)
-        plan = RunPlan(run.name, max(run.attempt_numbers, default=0), run.newest_commit_id)
+        plan = RunPlan(run.name, run.newest_attempt.number, run.newest_commit_id)
         if not summary:
             return plan
         has_no_end = summary.attempts and not run.newest_attempt.ended
@@ -61,27 +61,26 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         idle_seconds = time.time() - (summary.last_activity_at or 0.0)
         if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
             activity = "deleted" if is_interrupted else "trained, or may be"
-            return replace(plan, skipped=f"it is being {activity}: {summary.detail}")
+            raise refusal(f"it is being {activity}: {summary.detail}")
         settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
         if not is_interrupted and idle_seconds <= settle_seconds:
-            return replace(plan, skipped="it was active just now, or was claimed within a day and is about to begin")
+            raise refusal("it was active just now, or was claimed within a day and is about to begin")
         is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
         if is_interrupted or is_old:
             # The driver's clock may be wrong: before its run is deleted, its heartbeat is watched.
             if has_no_end and is_alive(run.store, run.newest_attempt.owner):
-                return replace(plan, skipped="it is being trained: its heartbeat changes")
+                raise refusal("it is being trained: its heartbeat changes")
             reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
             if is_interrupted:
                 reason = "its deletion was interrupted"
-            return replace(plan, deletions=[Deletion("", sum(run.file_sizes("").values()), reason)])
+            return replace(plan, deletions=[Deletion("", sum(run.file_sizes().values()), reason)])
         if run.resume_point.repairs:
-            return replace(plan, skipped=f"a resume repairs it first: {run.resume_point.repairs[0]}")
+            raise refusal(f"a resume repairs it first: {run.resume_point.repairs[0]}")
         leftovers = [Deletion(folder, size, "no commit needs it") for folder, size in run.leftovers.items()]
         if leftovers and has_no_end:
-            skipped = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
-            return replace(plan, skipped=skipped)
+            raise refusal("its newest attempt has no end: resume the run, which removes leftovers, or delete it whole")
         return replace(plan, deletions=leftovers)
-    except AttemptFailedError as error:  # commits are lost, or an older version wrote the run
+    except AttemptFailedError as error:  # also if commits are lost, or an older version wrote the run
         return RunPlan(run.name, 0, None, skipped=str(error))
 
 
@@ -131,9 +130,8 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
         if newest_attempt_number(store) != number:
             raise RunChangedError(f"run {plan.run} was started again while it was deleted")
 
-    state = [f"{layout.STATE_FOLDER}/{folder}" for folder in store.folders(layout.STATE_FOLDER)]
-    for folder in [*store.folders(), *state]:
-        if folder not in (layout.STATE_FOLDER, layout.ATTEMPTS):
+    for folder in store.folders():
+        if folder != layout.STATE_FOLDER:
             store.delete_folder(folder, check)
     files = store.file_sizes("") or {}
     check()  # after the listing: if it passes, the listing has no later attempt
@@ -142,7 +140,7 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
         store.delete(name)
 
     def check_not_started() -> None:
-        if newest_attempt_number(store) or store.read(layout.RUN) is not None:
+        if RunDirectory(store).is_begun:
             raise RunChangedError(f"run {plan.run} was started again while it was deleted")
 
     store.delete_folder("", check_not_started)

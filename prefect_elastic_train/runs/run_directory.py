@@ -41,7 +41,7 @@ _ATTEMPT = re.compile(r"(\d{4,})\.json")
 _COMMIT = re.compile(r"(\d{4,})-(\d{6,})\.json")
 
 
-class RecordedAttempt(BaseModel, frozen=True, ser_json_inf_nan="null"):
+class RecordedAttempt(BaseModel, frozen=True):
     """The records of an attempt's start and of its end, each None if it is missing or torn."""
 
     number: int
@@ -81,17 +81,12 @@ class ResumePoint:
     @property
     def base(self) -> CommitId | None:
         """Id of the commit that the attempt starts from; None for a start from scratch."""
-        return (self.commit.attempt, self.commit.sequence) if self.commit else None
-
-    @property
-    def snapshot(self) -> dict[str, Any] | None:
-        """Ray Train's snapshot that the attempt starts from; None for a start from scratch."""
-        return self.commit.snapshot if self.commit else None
+        return self.commit.id if self.commit else None
 
     @property
     def checkpoint(self) -> str:
         """Name of the checkpoint folder that training resumes from; empty for a start from scratch."""
-        return str(snapshots.latest_checkpoint(self.snapshot).get("checkpoint_dir_name", ""))
+        return self.commit.checkpoint if self.commit else ""
 
     @property
     def initial_metrics(self) -> dict[str, Any]:
@@ -99,8 +94,7 @@ class ResumePoint:
 
         The checkpoint was copied from another run, or Ray Train wrote it without this package.
         """
-        latest = snapshots.latest_checkpoint(self.snapshot)
-        return latest.get("metrics") or {} if self.base == SEED_COMMIT else {}
+        return self.commit.latest["metrics"] if self.commit and self.commit.id == SEED_COMMIT else {}
 
 
 class RunDirectory:
@@ -111,16 +105,16 @@ class RunDirectory:
     write it after it was fenced off.
     """
 
-    def __init__(self, store: RunStore, attempt: int | None = None) -> None:
+    def __init__(self, store: RunStore, attempt: float = math.inf) -> None:
         self.store = store
         self.uri = store.uri
         self.name = store.path.rpartition("/")[2]
-        self._last_attempt = math.inf if attempt is None else attempt
+        self._last_attempt = attempt
         # cached_property of Python 3.10 and 3.11 holds one lock for all instances; many runs are read in parallel.
         self.read = cache(store.read)
         self.names = cache(store.names)
         self.commit = cache(self.commit)  # type: ignore[method-assign]
-        self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
+        self.file_sizes = cache(lambda: store.file_sizes("") or {})
         self._top_folders = cache(store.folders)  # lists folders without a file, too, as an upload may leave one
 
     @property
@@ -241,21 +235,15 @@ class RunDirectory:
     def leftovers(self) -> dict[str, int]:
         """Checkpoint folders that no commit needs, and the size of their files in bytes.
 
-        These are interrupted uploads, dropped checkpoints, and checkpoints that are no longer kept. While a repair is
-        due, all folders are needed. Raises as :attr:`resume_point` does.
+        These are interrupted uploads, dropped checkpoints, and checkpoints that are no longer kept, if their folders
+        have unique names. While a repair is due, all folders are needed. Raises as :attr:`resume_point` does.
         """
         point = self.resume_point
-        is_needed = _overlapping(snapshots.checkpoint_names(point.snapshot))
-        folders = [folder for folder in self._folders if not is_needed(folder)]
-        if point.repairs or not folders:
+        if point.repairs:
             return {}
-        commits = filter(None, map(self.commit, self.commit_ids[-RECENT:]))
-        committed = {name for commit in commits for name in commit.manifest}
-        return {
-            folder: sum(self.file_sizes(folder).values())
-            for folder in folders
-            if written_by(folder) >= 0 or folder in committed
-        }
+        is_needed = _overlapping(snapshots.checkpoint_names(point.commit.snapshot) if point.commit else [])
+        folders = [folder for folder in self._folders if written_by(folder) >= 0 and not is_needed(folder)]
+        return {folder: sum((self.store.file_sizes(folder) or {}).values()) for folder in folders}
 
     def attempt(self, number: int) -> RecordedAttempt:
         """Return the records of the start and the end of an attempt."""
@@ -275,28 +263,20 @@ class RunDirectory:
             AttemptFailedError: The full commit is missing or torn; outcome ``invalid``.
         """
         record = decode(CommitRecord, self.read(layout.commit_name(*commit)))
-        added = record.snapshot.get("added") if record else None
-        if not record or not snapshots.is_consistent(added or record.snapshot):
+        if not record or not snapshots.is_consistent(record.snapshot):
             return None
-        if added:
-            full = self.commit((commit[0], added["since"]))
+        if record.since:
+            full = self.commit((record.attempt, record.since))
             if not full:  # the other checkpoints that are needed are unknown
                 raise refusal(
-                    f"commit {layout.commit_label(commit)} of {self.uri} adds to commit {added['since']} of its "
-                    f"attempt, which is torn or missing in {layout.COMMITS}. Nothing was changed. Restore that file, "
-                    "or move this attempt's commits and checkpoints away to resume from the attempt before"
+                    f"commit {layout.commit_label(commit)} of {self.uri} adds to commit {record.since} of its attempt, "
+                    f"which is torn or missing in {layout.COMMITS}. Nothing was changed. Restore that file, or move "
+                    "this attempt's commits and checkpoints away to resume from the attempt before"
                 )
             for name in ("checkpoint_results", "checkpoint_report_indices"):
-                added[name] = full.snapshot[name] + added[name]
-            record = record.model_copy(update={"snapshot": added, "manifest": full.manifest | record.manifest})
+                record.snapshot[name] = full.snapshot[name] + record.snapshot[name]
+            record = record.model_copy(update={"manifest": full.manifest | record.manifest})
         return record
-
-    def file_sizes(self, folder: str) -> dict[str, int]:
-        """Return path and size in bytes of all files below a folder of the run; empty if there is no such folder.
-
-        The run directory is listed once, at the first call.
-        """
-        return self._files().get(folder, {})
 
     def damage_of(self, checkpoint: str, manifest: dict[str, int]) -> str:
         """Return a message about files of a checkpoint that are missing or have a size other than in its manifest.
@@ -305,13 +285,12 @@ class RunDirectory:
         """
         if incomplete := missing_rank_files_message(manifest):
             return incomplete
-        listed = self.file_sizes(checkpoint)
+        listed = {name: self.file_sizes().get(f"{checkpoint}/{name}") for name in manifest}
         for name, expected in sorted(manifest.items()):
             # The listing may be stale: a file that it does not have is looked up by its name.
-            size = listed[name] if name in listed else self.store.size(f"{checkpoint}/{name}")
+            size = self.store.size(f"{checkpoint}/{name}") if listed[name] is None else listed[name]
             if size is None:
-                unlisted = manifest.keys() - listed.keys()
-                return f"{len(unlisted)} of {len(manifest)} files are missing, first {name}"
+                return f"{[*listed.values()].count(None)} of {len(manifest)} files are missing, first {name}"
             if size != expected:
                 return f"{name} has {size} bytes instead of {expected}"
         return ""
@@ -330,7 +309,7 @@ class RunDirectory:
             return ""
         best = commit.snapshot["checkpoint_results"][-1]  # Ray sorts by score, ascending
         attribute = self.score_attribute(commit)
-        has_score = not attribute or score_of(best["metrics"] or {}, attribute) is not None
+        has_score = not attribute or score_of(best["metrics"], attribute) is not None
         return str(best["checkpoint_dir_name"]) if has_score else ""
 
     def find_resume_point(self, check_files: bool = True) -> ResumePoint:
@@ -385,9 +364,9 @@ class RunDirectory:
 
         A folder's path may contain slashes, as the loop's name of a checkpoint may.
         """
-        written = (folder for folder in self._files() if written_by(folder) >= 0)
-        folders = {*self._top_folders(), *written} - {layout.STATE_FOLDER}
-        return sorted(folder for folder in folders if written_by(folder) <= self._last_attempt)
+        parents = itertools.chain.from_iterable(_with_parents(name)[:-1] for name in self.file_sizes())
+        folders = {*self._top_folders(), *(folder for folder in parents if written_by(folder) >= 0)}
+        return sorted(folder for folder in folders - {layout.STATE_FOLDER} if written_by(folder) <= self._last_attempt)
 
     def _check_no_commit_is_lost(self) -> None:
         """Raise an error if the run has checkpoints whose commits are lost or torn.
@@ -398,12 +377,11 @@ class RunDirectory:
         left = sorted({*self._folders, *filter(self.store.file_sizes, mirrored)})  # the listing may be stale
 
         # Search for traces of commits since the newest start from scratch. Ray's file is written after a commit.
-        started = [record for record in map(self.attempt_record, self.attempt_numbers) if record and record.confirmed]
-        scratch = max((record.attempt for record in started if record.base is None), default=0)
-        committed = [attempt for attempt, _ in self.commit_ids]
-        committed += [record.attempt for record in started if record.base is not None]
-        committed += [event.attempt for event in read_history(self.store) if isinstance(event, CheckpointCommitted)]
-        if max(committed, default=-1) < scratch and not any(map(_overlapping(mirrored), left)):
+        records = map(self.attempt_record, self.attempt_numbers)
+        scratch = [record.attempt for record in records if record and record.confirmed and record.base is None]
+        committed = [event.attempt for event in read_history(self.store) if isinstance(event, CheckpointCommitted)]
+        is_committed = self.newest_commit_id or max(committed, default=-1) >= max(scratch, default=0)
+        if not is_committed and not any(map(_overlapping(mirrored), left)):
             # The others are interrupted uploads, and folders that a person or the loop made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) < 0]
         if left:
@@ -426,18 +404,6 @@ def newest_attempt_number(store: RunStore) -> int:
 def refusal(message: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
     """Return the error of an attempt that does not start. The caller raises it."""
     return AttemptFailedError(message, outcome=outcome)
-
-
-def _by_folder(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Return the sizes of files grouped by folder: for each folder, path and size of every file below it.
-
-    Paths are relative to the folder.
-    """
-    files: dict[str, dict[str, int]] = {}
-    for name, size in sizes.items():
-        for folder in ("", *_with_parents(name)[:-1]):
-            files.setdefault(folder, {})[name.removeprefix(f"{folder}/")] = size
-    return files
 
 
 def _overlapping(names: Iterable[str]) -> Callable[[str], bool]:

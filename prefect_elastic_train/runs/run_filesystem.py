@@ -7,6 +7,7 @@ the name of a checkpoint's folder is never used twice, so a late upload overwrit
 
 import io
 import json
+import posixpath
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
@@ -55,11 +56,10 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
         Raise an ElasticTrainError for a path outside of it.
         """
-        root = PurePosixPath(self.store.path)
-        parts = PurePosixPath(path)
-        if not parts.is_relative_to(root) or ".." in parts.parts:
+        name = posixpath.relpath(f"/{path}", f"/{self.store.path}")
+        if name.startswith(".."):
             raise ElasticTrainError(f"{path} is not in {self.store.uri}")
-        return "" if parts == root else parts.relative_to(root).as_posix()
+        return "" if name == "." else name
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         return [self._file_info(path) for path in paths]

@@ -3,12 +3,11 @@
 import hashlib
 import time
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import CompletedRuns, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.records import Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import write_first_commit
@@ -18,8 +17,8 @@ from prefect_elastic_train.runs.snapshots import seed_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
-#: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
-_RECORDED_RUNS = 20
+#: Number of the newest completed runs of a training of which the newest one that can be used is chosen.
+_RECENT_RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -93,23 +92,16 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
             )
     target.replace(layout.RUN, encode(record.model_copy(update={"source": chosen})))
     if chosen:
-        write_first_commit(target, seed_snapshot(folder, source.metrics, version("ray")))
+        write_first_commit(target, seed_snapshot(folder, source.metrics), {folder: source.manifest})
     return source.notes
 
 
 def record_completed_run(storage: Storage, name: str) -> None:
-    """Add a run to the list of completed runs of its training, from which ``resume_from="latest"`` chooses.
-
-    If two runs are added at the same time, one may be lost from the list.
-    """
+    """Add a run to the completed runs of its training, from which ``resume_from="latest"`` chooses."""
     record = decode(RunRecord, storage.run(name).read(layout.RUN))
-    if not record:
-        return
-    folder, file = _completed_runs_file(storage, record.creator, record.part)
-    recorded = decode(CompletedRuns, folder.read(file)) or CompletedRuns()
-    runs = [record, *(other for other in recorded.runs if other.name != name)]
-    runs.sort(key=lambda run: run.created_at, reverse=True)
-    folder.replace(file, encode(CompletedRuns(runs=runs[:_RECORDED_RUNS])))
+    if record:
+        folder = _completed_runs(storage, record.creator, record.part)
+        folder.replace(f"{record.created_at:017.6f}-{name}.json", encode(record))
 
 
 def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
@@ -118,18 +110,13 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     ``choice`` selects the checkpoint in that run. Without such a run, return a start from scratch with a message.
     """
     fingerprint = request.fingerprint
-    folder, file = _completed_runs_file(storage, request.owner, request.part)
-    data = folder.read(file)
-    recorded = decode(CompletedRuns, data)
-    if data is not None and not recorded:
-        raise refusal(
-            f"{folder.uri}/{file}, which lists the completed runs, is torn; name the run to start from, or remove that "
-            "file"
-        )
+    folder = _completed_runs(storage, request.owner, request.part)
     notes: list[str] = []
-    for record in recorded.runs if recorded else []:
-        is_own = record.creator.flow_run_id == request.owner.flow_run_id
-        if is_own or not record.fingerprint.may_be_loop_of(fingerprint):
+    for name in reversed(folder.names("")[-_RECENT_RUNS:]):
+        record = decode(RunRecord, folder.read(name))
+        if not record or record.creator.flow_run_id == request.owner.flow_run_id:
+            continue
+        if not record.fingerprint.may_be_loop_of(fingerprint):
             continue
         try:
             source = _choose_checkpoint(storage, record.name, choice, record)
@@ -164,8 +151,7 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     point = run.resume_point
     if not point.commit:
         raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
-    results = point.commit.snapshot["checkpoint_results"]
-    metrics = {result["checkpoint_dir_name"]: result["metrics"] or {} for result in results}
+    metrics = {each["checkpoint_dir_name"]: each["metrics"] for each in point.commit.snapshot["checkpoint_results"]}
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best = run.best_checkpoint(point.commit)
     score = run.score_attribute(point.commit)
@@ -186,11 +172,11 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     return Source(name, folder, metrics[folder], point.commit.manifest.get(folder, {}), notes)
 
 
-def _completed_runs_file(storage: Storage, owner: Owner, part: str) -> tuple[RunStore, str]:
-    """Return folder and name of the file that lists the completed runs of a training.
+def _completed_runs(storage: Storage, owner: Owner, part: str) -> RunStore:
+    """Return the folder with the records of a training's completed runs; their names begin with the runs' start.
 
-    The list is for the owner's deployment, or for its flow if it has no deployment.
+    They are those of the owner's deployment, or of its flow if it has no deployment.
     """
     scope = f"deployment {owner.deployment_id}" if owner.deployment_id else f"flow {owner.flow_name}"
     digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (scope, part)]
-    return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}"), f"completed/{'/'.join(digests)}.json"
+    return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}/completed/{'/'.join(digests)}")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from itertools import compress
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +18,7 @@ class _Snapshot(BaseModel):
     checkpoint_results: list[_Result]
     checkpoint_report_indices: list[int]
     current_report_index: int
-    latest_checkpoint_result: _Result | None = None
+    latest_checkpoint_result: _Result
 
 
 #: Names of lists of results, each with the name of the list that has one entry for each result.
@@ -25,11 +26,6 @@ _PARALLEL_LISTS = {
     "checkpoint_results": "checkpoint_report_indices",
     "pending_training_results": "pending_validation_specs",
 }
-_NAME_LISTS = (
-    "validated_checkpoint_dir_names",
-    "timed_out_validation_checkpoint_dir_names",
-    "failed_validation_checkpoint_dir_names",
-)
 
 
 def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
@@ -44,15 +40,15 @@ def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
 def is_consistent(snapshot: Any) -> bool:
     """Return True if a value is a consistent snapshot of Ray Train.
 
-    It has as many checkpoint results as report indices, and the latest checkpoint is one of the results.
+    It has as many checkpoint results as report indices, and the latest checkpoint is one of the results. Ray writes no
+    snapshot before the first checkpoint.
     """
     try:
         parsed = _Snapshot.model_validate(snapshot, strict=True)
     except ValidationError:
         return False
-    latest = parsed.latest_checkpoint_result
     results = parsed.checkpoint_results
-    has_latest = latest is None or latest in reversed(results)  # without scores it is the last
+    has_latest = parsed.latest_checkpoint_result in reversed(results)  # without scores it is the last
     return has_latest and len(results) == len(parsed.checkpoint_report_indices)
 
 
@@ -67,18 +63,11 @@ def reported_results(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the result of a snapshot's latest checkpoint, with ``checkpoint_dir_name`` and ``metrics``.
-
-    It is empty without a snapshot or a checkpoint. Restarted worker groups and new attempts start from this checkpoint.
-    """
-    return (snapshot or {}).get("latest_checkpoint_result") or {}
-
-
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
     """Return a snapshot without the checkpoints in the folders ``dropped``; None if no checkpoint is left.
 
-    The latest checkpoint is then the one with the highest report index.
+    The latest checkpoint is then the one with the highest report index. Ray's lists of validated checkpoints may name
+    checkpoints that are no longer kept.
     """
     if not dropped:
         return snapshot
@@ -88,26 +77,24 @@ def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> d
 
     usable = dict(snapshot)
     for results, parallel in _PARALLEL_LISTS.items():
-        pairs = zip(snapshot.get(results, []), snapshot.get(parallel, []), strict=False)
-        left = [pair for pair in pairs if pair[0].get("checkpoint_dir_name") in remaining]
-        usable[results] = [result for result, _ in left]
-        usable[parallel] = [other for _, other in left]
-    for field in _NAME_LISTS:
-        usable[field] = [name for name in snapshot.get(field, []) if name in remaining]
+        is_left = [result["checkpoint_dir_name"] in remaining for result in snapshot[results]]
+        for field in (results, parallel):
+            usable[field] = [*compress(snapshot[field], is_left)]
     usable["latest_checkpoint_result"] = reported_results(usable)[-1][1]
     return usable
 
 
-def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> dict[str, Any]:
+def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any]) -> dict[str, Any]:
     """Return the snapshot of a new run whose only checkpoint is a copy of another run's checkpoint."""
-    result = {"version": 0, "checkpoint_dir_name": checkpoint_name, "metrics": metrics}
+    result = {"checkpoint_dir_name": checkpoint_name, "metrics": metrics}
     return {
-        "ray_version": ray_version,
         "checkpoint_results": [result],
         "checkpoint_report_indices": [0],
         "latest_checkpoint_result": result,
         "pending_training_results": [],
         "pending_validation_specs": [],
         "current_report_index": 1,
-        **{field: [] for field in _NAME_LISTS},
+        "validated_checkpoint_dir_names": [],
+        "timed_out_validation_checkpoint_dir_names": [],
+        "failed_validation_checkpoint_dir_names": [],
     }

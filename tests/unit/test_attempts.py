@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
-from prefect_elastic_train.runs import heartbeat, layout
+from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, encode
+from prefect_elastic_train.runs import attempts, heartbeat, layout
 from prefect_elastic_train.runs.attempts import begin_attempt, check_run_is_free, end_attempt
 from prefect_elastic_train.runs.commits import remove_leftovers
-from prefect_elastic_train.runs.heartbeat import HeartbeatWriter, host_id, is_alive, process_start
+from prefect_elastic_train.runs.heartbeat import host_id, is_alive, process_start, start_heartbeat
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -67,8 +68,8 @@ def _claim_of(process: subprocess.Popen[bytes], **arguments: Any) -> Any:
     return claim(host=host_id(), pid=process.pid, process_started_at=process_start(process.pid), **arguments)
 
 
-def _beat(store: LocalRunStore, beat: int = 1, interval: float = 5.0) -> None:
-    store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1, beat=beat, interval_seconds=interval)))
+def _beat(store: LocalRunStore) -> None:
+    store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1)))
 
 
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
@@ -87,7 +88,7 @@ def test_the_same_flow_run_takes_over_and_resumes(store: LocalRunStore) -> None:
     training.report("b")
     begun = begin(store)
     assert (begun.attempt, begun.point.base, begun.point.checkpoint, begun.notes) == (2, (1, 2), "b", [])
-    assert begun.point.snapshot == training.snapshot
+    assert begun.point.commit.snapshot == training.snapshot
     run = RunDirectory(store)
     record = run.attempt_record(2)
     assert (record.base, record.confirmed, record.run_id) == ((1, 2), True, run.record.id)
@@ -105,7 +106,9 @@ def test_a_finished_run_gives_its_result_and_begins_nothing(store: LocalRunStore
 
 
 @pytest.mark.parametrize("state", ["training", "completed", "claimed"])
-def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(store: LocalRunStore, state: str) -> None:
+def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
     request = claim().request
     if state == "claimed":
         record = RunRecord(name="mnist", creator=request.owner, fingerprint=request.fingerprint)
@@ -116,22 +119,26 @@ def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(stor
     words = ("'mnist'", store.uri, "'eager-otter'", "'nightly'", FLOW_RUN, "run_name", "resume=True")
     assert _refused(store, claim(OTHER_FLOW_RUN), *words).outcome is Outcome.INVALID
     assert RunDirectory(store).attempt_numbers == before
-    # A heart that stands still; one of a run that has ended is not looked at.
-    _beat(store, interval=20 if state == "completed" else 0.05)
+    _beat(store)  # and stands still
+    if state == "completed":
+        monkeypatch.setattr(attempts, "is_alive", pytest.fail)
     assert begin(store, OTHERS_RESUME).counted == 1
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_resume_is_refused_while_the_heart_of_the_run_beats(store: LocalRunStore, torn: bool) -> None:
+def test_resume_is_refused_while_the_heart_of_the_run_beats(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, torn: bool
+) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.3)
     # Of a torn record nobody knows whose process it was, so that of the run's creator says nothing.
     begin(store, claim(host=host_id() if torn else "gpu-7/boot", pid=4711))
     if torn:
         tear(store, layout.attempt_name(1))
-    heart = HeartbeatWriter(store, 1, interval_seconds=0.3)
+    stop = start_heartbeat(store, 1, pytest.fail)
     wait_for(lambda: store.read(layout.HEARTBEAT), 5, "the first beat")
     words = ("is being trained right now", "'eager-otter'", FLOW_RUN, "cancel", *([] if torn else ["gpu-7, pid 4711"]))
     _refused(store, OTHERS_RESUME, *words)
-    heart.stop()
+    stop()
     assert RunDirectory(store).attempt_numbers == [1]
 
 
@@ -139,14 +146,15 @@ def test_a_heart_counts_as_still_after_its_third_missed_beat(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(store)
-    _beat(store, interval=10.0)
     now, beats_at = [0.0], [25.0, 45.0]
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 10.0)
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if beats_at and now[0] >= beats_at[0]:
-            _beat(store, int(beats_at.pop(0)), interval=10.0)
+            beats_at.pop(0)
+            _beat(store)
 
     monkeypatch.setattr(heartbeat.time, "sleep", sleep)
     assert is_alive(store, None), "it beat after two and a half intervals"
@@ -391,22 +399,22 @@ def test_a_heart_goes_on_after_errors_of_the_storage_and_ends_when_it_is_fenced_
         if is_failing[0] and operation.startswith("replace"):
             raise OSError(errno.EIO, "Input/output error")
 
-    def beat() -> int:
-        found = decode(Heartbeat, store.read(layout.HEARTBEAT))
-        return found.beat if found else 0
+    def beat() -> bytes | None:
+        return store.read(layout.HEARTBEAT)
 
     begin(store)
     fenced_off = threading.Event()
-    writer = HeartbeatWriter(SteppedStore(store.path, fail), 1, fenced_off.set, 0.02)
-    wait_for(lambda: beat() >= 3, 5, "three beats")
+    stop = start_heartbeat(SteppedStore(store.path, fail), 1, fenced_off.set)
+    for moment in ("the first beat", "the second beat"):
+        wait_for(lambda before=beat(): beat() != before, 5, moment)
     is_failing[0] = True
-    assert not writer._stopped.wait(0.1)
+    time.sleep(0.1)
     before = beat()
     is_failing[0] = False
-    wait_for(lambda: beat() > before, 5, "a beat after the errors")
+    wait_for(lambda: beat() != before, 5, "a beat after the errors")
     begin(store)
     assert fenced_off.wait(5)
     last = beat()
-    assert not writer._stopped.wait(0.1)
+    time.sleep(0.1)
     assert beat() == last, "it beats in its successor's place"
-    writer.stop()
+    stop()

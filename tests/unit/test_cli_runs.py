@@ -31,7 +31,7 @@ from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.rank_files import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.report.accounts import add_up
-from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs import heartbeat, layout, pruning
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt
 from prefect_elastic_train.runs.commits import check_fence, remove_leftovers
 from prefect_elastic_train.runs.heartbeat import this_process
@@ -92,11 +92,11 @@ def _trained(storage: Storage, name: str = "mnist", checkpoints: str = "abc", **
     return store
 
 
-def _died(storage: Storage, interval: float = 0.05) -> LocalRunStore:
+def _died(storage: Storage) -> LocalRunStore:
     """A run whose driver has not been heard of for long."""
     store = _trained(storage)
     _make_older(store, LONG_AGO)
-    _beat(store, age=LONG_AGO, interval=interval)
+    _beat(store, age=LONG_AGO)
     return store
 
 
@@ -120,9 +120,8 @@ def _make_older(store: RunStore, seconds: float) -> None:
         store.replace(f"{layout.STATE_FOLDER}/{name}", json.dumps({**record, **older}).encode())
 
 
-def _beat(store: LocalRunStore, age: float, interval: float = 0.05) -> None:
-    beat = Heartbeat(attempt=1, beat=7, interval_seconds=interval, at=time.time() - age)
-    store.replace(layout.HEARTBEAT, encode(beat))
+def _beat(store: LocalRunStore, age: float) -> None:
+    store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1, at=time.time() - age)))
 
 
 def _interrupt_upload(store: Any, name: str = "d") -> str:
@@ -164,14 +163,17 @@ def test_a_command_imports_only_what_it_needs(storage: Storage, command: str, he
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(storage: Storage) -> None:
+def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 60)
+    monkeypatch.setattr(pruning, "is_alive", lambda *_: False)  # it would be watched for so long
     _make_older(_trained(storage, "alive", **this_process()), LONG_AGO)
     _trained(storage, "gone", **this_process() | {"pid": 2**22 + 1})
     ends = {"done": Outcome.COMPLETED, "broken": Outcome.USER_ERROR, "stopped": Outcome.CANCELLED}
     for name, outcome in ends.items():
         _end(_trained(storage, name), outcome, "ValueError: no\nmore of it")
-    _beat(_trained(storage, "beating"), age=1, interval=60)
-    for name, age in {"silent": 3600, "slow": 60, "ahead": -3600}.items():
+    for name, age in {"beating": 1, "silent": 3600, "slow": 300, "ahead": -3600}.items():
         _beat(_trained(storage, name), age)
     _make_older(_local(storage, "silent"), 3600)
     _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
@@ -364,7 +366,6 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     # Resumed, by a loop that has nothing left to do.
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
-    assert remove_leftovers(store, begun.attempt) == ["d"]
     result = make_result(store, add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
@@ -383,10 +384,11 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
 def test_prune_shows_what_goes_asks_and_deletes_that_only(storage: Storage) -> None:
     store = _local(storage, "mnist")
     training = Training(store, begin(store).attempt, keep=2)
-    for name in ("a", "b", "c"):
-        training.report(name)  # nobody deletes what is kept no longer: `a`
-    tear(store, "c/model.pt")
-    assert begin(store).point.dropped == ["c"]
+    first, second, third = (physical_name(name, 1) for name in "abc")
+    for name in (first, second, third):
+        training.report(name)  # nobody deletes what is kept no longer: the first
+    tear(store, f"{third}/model.pt")
+    assert begin(store).point.dropped == [third]
     upload = _interrupt_upload(store, "sub/d")
     store.create("sub/notes.txt", b"of a person")
     Path(store.path, "plots").mkdir()
@@ -399,13 +401,13 @@ def test_prune_shows_what_goes_asks_and_deletes_that_only(storage: Storage) -> N
     assert "Delete this for good?" not in _done(f"prune {storage.uri} --dry-run")
     assert _everything(storage) == before
     deleted = _done(f"prune {storage.uri}", answer="y\n")
-    gone = tuple(f"mnist/{folder}/" for folder in ("a", "c", upload))
+    gone = tuple(f"mnist/{folder}/" for folder in (first, third, upload))
     assert all(f"deleted {folder.replace('/', ' ', 1).rstrip('/')}\n" in deleted for folder in gone)
     assert _everything(storage) == {name: data for name, data in before.items() if not name.startswith(gone)}
-    assert store.folders() == [layout.STATE_FOLDER, "b", "plots", "sub"]
+    assert store.folders() == [layout.STATE_FOLDER, second, "plots", "sub"]
     assert f"nothing to delete in {storage.uri}" in _done(f"prune {storage.uri} --yes")
     begun = begin(store)
-    assert (begun.point.checkpoint, begun.point.repairs) == ("b", [])
+    assert (begun.point.checkpoint, begun.point.repairs) == (second, [])
 
 
 def test_nothing_is_pruned_that_a_repair_may_fall_back_to(storage: Storage) -> None:
@@ -426,10 +428,13 @@ def test_nothing_is_pruned_that_a_repair_may_fall_back_to(storage: Storage) -> N
     assert begin(store).point.checkpoint == "b"
 
 
-def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(storage: Storage) -> None:
-    store = _died(storage, interval=0.5)
+def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.5)
+    store = _died(storage)
     assert _summaries(storage)["mnist"]["state"] == "died"
-    later = threading.Timer(0.4, lambda: _beat(store, age=LONG_AGO - 1, interval=0.5))
+    later = threading.Timer(0.4, lambda: _beat(store, age=LONG_AGO - 1))
     later.start()
     planned = plan_run(RunDirectory(store), DAY)
     later.join()

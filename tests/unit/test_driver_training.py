@@ -274,8 +274,7 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
 ) -> None:
     patience: list[float] = []
     driver.begin()
-    assert driver._heartbeat is not None
-    driver._heartbeat.stop()  # else it may see the successor first, and interrupt this process
+    driver._stop_heartbeat()  # else it may see the successor first, and interrupt this process
     monkeypatch.setattr(LocalRunStore, "with_retry_limit", lambda self, seconds: patience.append(seconds) or self)
     monkeypatch.setattr(attempt, "count_signals", lambda: 1)
     first, second = (tmp_path / "mnist" / layout.attempt_name(number) for number in (1, 2))

@@ -28,7 +28,7 @@ from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import remove_leftovers
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
 from prefect_elastic_train.runs.run_filesystem import RunFilesystem
-from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import SteppedStore, claim, empty_snapshot, examples, private_folder, with_result
 
@@ -151,7 +151,8 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
     ledger.begun.append((begun, chain))
     filesystem = RunFilesystem(store, begun.attempt)
     loaded = _load_snapshot(filesystem, driver)
-    assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
+    expected = begun.point.commit and begun.point.commit.snapshot
+    assert loaded == expected, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
     remove_leftovers(store, begun.attempt)
@@ -264,11 +265,10 @@ def _check(ledger: Ledger) -> None:
                     f"attempt {begun.attempt} began from {chain} and lost {durable}, committed by attempt {attempt}"
                 )
     commit = RunDirectory(LocalRunStore(ledger.path)).newest_commit
-    newest = latest_checkpoint(commit.snapshot)
-    if commit.sequence % 2:  # else it may be incremental, which Ray's file does not have
-        assert latest_checkpoint(RunDirectory(LocalRunStore(ledger.path)).mirror) == newest
+    if not commit.since:  # Ray's file does not have incremental ones
+        assert RunDirectory(LocalRunStore(ledger.path)).mirror["latest_checkpoint_result"] == commit.latest
     longest = max((chain for _, chain in ledger.acknowledged), key=len)
-    assert ledger.chain(newest["checkpoint_dir_name"]) == longest
+    assert ledger.chain(commit.checkpoint) == longest
 
 
 #: Operations before which something of interest can happen, by the names that schedules use.
