@@ -36,6 +36,7 @@ from prefect_elastic_train.storage.store import RunStore
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
 #: Time after which this machine sees what another one wrote to a shared mount; NFS caches listings for up to a minute.
 _SEEN_SECONDS = 75.0
+_POLLS = 75  # in this time
 
 
 class FencedOffError(ElasticTrainError):
@@ -61,19 +62,14 @@ def check_fence(store: RunStore, attempt: int) -> None:
             permanent=True,
         )
     if newest > attempt:
-        record = RunDirectory(store).attempt_record(newest)
-        holder = f" for {record.owner.describe()}" if record else ""
-        raise FencedOffError(
-            f"attempt {attempt} of {store.uri} was taken over by attempt {newest}{holder}; it stops here"
-        )
+        raise FencedOffError(f"attempt {attempt} of {store.uri} was taken over by attempt {newest}; it stops here")
 
 
 def _polls() -> Iterator[None]:
     """Yield at once, then about once a second, until a shared mount has had time to show another machine's files."""
-    deadline = time.monotonic() + _SEEN_SECONDS
     yield
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, _SEEN_SECONDS / 10))
+    for _ in range(_POLLS):
+        time.sleep(_SEEN_SECONDS / _POLLS)
         yield
 
 
@@ -108,8 +104,8 @@ class CommitLog:
             self.newest = newest
         return newest
 
-    def commit(self, data: bytes, is_full: bool = True) -> CommitRecord:
-        """Write a commit: Ray Train's snapshot, as Ray writes it, with the files of its checkpoints. Return its record.
+    def commit(self, data: bytes, is_full: bool = True) -> None:
+        """Write a commit: Ray Train's snapshot, as Ray writes it, with the files of its checkpoints.
 
         An incremental commit lists only the checkpoints after those of the last full one, all of which are kept. A full
         commit also replaces Ray's snapshot file. Old commits of the attempt are deleted.
@@ -147,7 +143,6 @@ class CommitLog:
             self._store.delete(layout.commit_name(self._attempt, sequence))
             del self._own[sequence]
         self.newest = record
-        return record
 
     def _list_files(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
         """Return the manifest of the checkpoints in a snapshot: path and size of each file, by checkpoint folder.

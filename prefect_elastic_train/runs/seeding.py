@@ -86,9 +86,9 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
         except FileNotFoundError:
             damage = "it was deleted meanwhile"
         if damage:
-            raise AttemptFailedError(
+            raise refusal(
                 f"resume_from={chosen!r}: the copy of the checkpoint is damaged: {damage}; retry the flow run",
-                outcome=Outcome.STORAGE_ERROR,
+                Outcome.STORAGE_ERROR,
             )
     target.replace(layout.RUN, encode(record.model_copy(update={"source": chosen})))
     if chosen:
@@ -114,9 +114,9 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     notes: list[str] = []
     for name in reversed(folder.names("")[-_RECENT_RUNS:]):
         record = decode(RunRecord, folder.read(name))
-        if not record or record.creator.flow_run_id == request.owner.flow_run_id:
+        if not record or not record.fingerprint.may_be_loop_of(fingerprint):
             continue
-        if not record.fingerprint.may_be_loop_of(fingerprint):
+        if record.creator.flow_run_id == request.owner.flow_run_id:
             continue
         try:
             source = _choose_checkpoint(storage, record.name, choice, record)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from prefect_elastic_train.controller.callbacks import RunCallback
 from prefect_elastic_train.controller.controller_state import ControllerSettings, ControllerState
 from prefect_elastic_train.controller.event_queue import ReceiverAddress
-from prefect_elastic_train.core.records import CommitRecord, Owner
+from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
@@ -177,20 +177,20 @@ class Training:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
-    def commit(self, name: str, metrics: dict[str, Any] | None = None) -> CommitRecord:
+    def commit(self, name: str, metrics: dict[str, Any] | None = None) -> Any:
         """Commit what was uploaded."""
         snapshot = with_result(self.snapshot, name, metrics or {})
         if self.keep is not None:
             for field in ("checkpoint_results", "checkpoint_report_indices"):
                 snapshot[field] = snapshot[field][-self.keep :]
-        record = self.log.commit(json.dumps(snapshot).encode())
+        self.log.commit(json.dumps(snapshot).encode())
         self.snapshot = snapshot
-        return record
+        return self.log.newest
 
-    def report(self, name: str, metrics: dict[str, Any] | None = None) -> CommitRecord:
+    def report(self, name: str, metrics: dict[str, Any] | None = None) -> None:
         """Upload a checkpoint and commit it."""
         self.upload(name)
-        return self.commit(name, metrics)
+        self.commit(name, metrics)
 
 
 def tear(store: RunStore, name: str) -> None:

@@ -148,7 +148,6 @@ def test_a_heart_counts_as_still_after_its_third_missed_beat(
     begin(store)
     now, beats_at = [0.0], [25.0, 45.0]
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 10.0)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
