@@ -158,12 +158,14 @@ def _stable(value: Any, unstable: set[str]) -> Any:
             pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(value[key]) for key in value}
             assert len(pairs) == len(value), "keys such as 1 and '1'"
             return pairs
-        case tuple() | MutableSequence() if not hasattr(value, "_fields"):
+        case type() | types.FunctionType() | types.BuiltinFunctionType():
+            content = _full_name(value)
+        case _ if hasattr(value, "_fields"):  # a named tuple
+            content = value._asdict()
+        case tuple() | MutableSequence():
             return [stable(item) for item in value]
         case Set():
             content = sorted(json.dumps(stable(item), sort_keys=True) for item in value)
-        case type() | types.FunctionType() | types.BuiltinFunctionType():
-            content = _full_name(value)
         case SecretStr():
             content = value.get_secret_value()
         case BaseModel():
@@ -172,8 +174,6 @@ def _stable(value: Any, unstable: set[str]) -> Any:
             content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             if getattr(value, "__dict__", {}).keys() - content.keys():  # attributes that are no fields may matter
                 unstable.add(kind)
-        case _ if hasattr(value, "_fields"):
-            content = value._asdict()
         case _ if module in _VALUE_MODULES and hasattr(value, "__array__"):
             with suppress(TypeError, RuntimeError):  # torch tensors with gradients, in bfloat16, on a GPU
                 array = sys.modules["numpy"].asarray(value)
