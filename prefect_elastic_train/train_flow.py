@@ -15,7 +15,7 @@ from pydantic import Field
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import load_saved, saved_name
+from prefect_elastic_train.blocks.lookup import load_saved, saved_name, values_of
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, load_named_loop
 
@@ -72,11 +72,11 @@ def train(
         load_named_loop(train_loop),
         train_loop_config=train_loop_config,
         framework=framework,
-        scaling=_argument(scaling, DEFAULT_SCALING),
-        failures=_argument(failures, DEFAULT_FAILURES),
-        checkpoints=_argument(checkpoints, DEFAULT_CHECKPOINTS),
+        scaling=_argument(scaling),
+        failures=_argument(failures),
+        checkpoints=_argument(checkpoints),
         storage=_argument(storage),
-        cluster=_argument(cluster, DEFAULT_CLUSTER),
+        cluster=_argument(cluster),
         run_name=run_name or None,
         resume=resume,
         resume_from=resume_from,
@@ -85,13 +85,13 @@ def train(
     return result.model_dump(mode="json")
 
 
-def _argument(block: TrainingBlock, default: TrainingBlock | None = None) -> Any:
+def _argument(block: TrainingBlock) -> Any:
     """Return the argument to pass to ``elastic_train`` for a block parameter of the flow ``train``.
 
-    It is None for the flow's default, and the name of a saved block, which each attempt loads again. A saved block with
-    changed values is passed as it is, because the user has changed it for this flow run.
+    It is None for a block with default values only, and the name of a saved block, which each attempt loads again. A
+    saved block with changed values is passed as it is, because the user has changed it for this flow run.
     """
     name = saved_name(block)
     if name:
         return name if dict(block) == dict(load_saved([type(block)], name)) else block
-    return None if default is not None and dict(block) == dict(default) else block
+    return block if values_of(block, exclude_defaults=True) else None

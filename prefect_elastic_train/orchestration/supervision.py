@@ -39,15 +39,15 @@ from prefect_elastic_train.orchestration.flow_run_state import (
     FlowRunWatch,
     enclosing_flows,
     exit_with_flow_process,
-    has_begun,
     is_ending,
-    last_log_time,
+    last_event_time,
     mark_cancelled,
     outermost_ended_flow_run,
     query_prefect,
 )
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.position import TrainingPosition
+from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS, PREFIX
 from prefect_elastic_train.orchestration.report_publisher import Publisher, prefect_key
 from prefect_elastic_train.orchestration.training_result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
@@ -175,7 +175,8 @@ class Training(Follower):
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
         self._state = TrainingState.CREATED
-        self._called_at = time.monotonic()
+        #: End of the time limit, in seconds since the epoch; 0: no limit.
+        self._ends_at = time.time() + self.timeout_seconds if self.timeout_seconds else 0.0
         self._interruptions = count_signals()
         self._terminations = count_signals(signal.SIGTERM)
         #: The flow runs around the current attempt.
@@ -198,8 +199,8 @@ class Training(Follower):
         After a retryable error, processes, cluster and report are kept for the next attempt. Otherwise they are closed.
         """
         self._flows = list(enclosing_flows())
-        exit_with_flow_process(self._flows)
         if self._state is TrainingState.CREATED:
+            exit_with_flow_process(self._flows)
             self._enter(TrainingState.RUNNING)
         try:
             if self._state is TrainingState.WAITING:
@@ -351,8 +352,7 @@ class Training(Follower):
         """Return the spec of the next driver: run request, blocks and time limit."""
         request = self.request
         if request.resumed and not request.begun:  # perhaps in an earlier process
-            begun = query_prefect(has_begun, request.run_name, request.owner.flow_run_id)
-            request = replace(request, begun=bool(begun))
+            request = replace(request, begun=bool(self._last_event_time(event={"name": ATTEMPT_EVENTS})))
         storage_block = saved_name(self.blocks.storage)
         if storage_block and self.blocks.storage.preflight and not request.known_storage[1]:
             variable = prefect_key(storage_block, "storage")
@@ -360,8 +360,8 @@ class Training(Follower):
             if uri is not None:  # else the next attempt tries again
                 request = replace(request, known_storage=(uri, variable))
         self.request = request
-        ends_at = time.time() + self._called_at - time.monotonic() + self.timeout_seconds if self.timeout_seconds else 0
-        return driver_spec(request, self.blocks, previous_end=self._publisher.report.last_end, ends_at=ends_at)
+        previous_end = self._publisher.report.last_end
+        return replace(driver_spec(request, self.blocks), previous_end=previous_end, ends_at=self._ends_at)
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
@@ -375,7 +375,7 @@ class Training(Follower):
             self._log.note(f"{problem}. They are used as they were at the attempt before", WARNING)
             return
         blocks = self.blocks._replace(**loaded)
-        if [*map(dict, blocks)] != [*map(dict, self.blocks)]:
+        if blocks != self.blocks:
             self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
         self.blocks = blocks
 
@@ -418,7 +418,7 @@ class Training(Follower):
             raise Stop
         if self._watch.ended:
             raise Stop(self._watch.ended)
-        if self.timeout_seconds is not None and time.monotonic() - self._called_at > self.timeout_seconds:
+        if self._ends_at and time.time() > self._ends_at:
             raise TrainingTimeoutError(
                 f"training {self.request.run_name!r} was stopped after timeout_seconds={self.timeout_seconds:g}; its "
                 "commits are kept, and a retry of the flow run resumes from there",
@@ -435,11 +435,22 @@ class Training(Follower):
         return self._state is TrainingState.DETACHING
 
     def logged_until(self) -> float:
-        """Return the time up to which an earlier process has logged this training's events (seconds since the epoch).
+        """Return the time up to which an earlier process has published this training's events, 0 if it has none.
 
-        It is the current time if there is no such process, or if the Prefect API does not answer.
+        It is in seconds since the epoch, and the current time if the Prefect API does not answer.
         """
-        return query_prefect(last_log_time, self.request.run_name, self.position.flow_run_ids) or time.time()
+        published_until = self._last_event_time()
+        return time.time() if published_until is None else published_until
+
+    def _last_event_time(self, **more: Any) -> float | None:
+        """Return the time of the newest Prefect event of this run, as :func:`last_event_time` does.
+
+        ``more`` are further conditions for the event. None: the Prefect API does not answer.
+        """
+        # Other flow runs may have runs of the same name in other storages.
+        flow_run = f"prefect.flow-run.{self.request.owner.flow_run_id}"
+        own = {"resource": {"id": [f"{PREFIX}{self.request.run_name}"]}, "related": {"id": [flow_run]}}
+        return query_prefect(last_event_time, own | more)
 
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread

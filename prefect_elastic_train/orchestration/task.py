@@ -97,7 +97,7 @@ class _ElasticTrain:
                 "elastic_train() blocks the event loop until the training ends: use `await aelastic_train(...)` instead"
             )
         with _closing(training):
-            result: TrainingResult = _configured(_elastic_train_task, training)(training)
+            result: TrainingResult = _task(training)(training)
         return result
 
     def submit(self, train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> PrefectFuture[TrainingResult]:
@@ -108,7 +108,7 @@ class _ElasticTrain:
         training = make_training(train_loop, **options)
         training.submitted = True
         watch_signals()
-        future: PrefectFuture[TrainingResult] = _configured(_elastic_train_task, training).submit(training)
+        future: PrefectFuture[TrainingResult] = _task(training).submit(training)
         future.add_done_callback(lambda _: training.close())
         return future
 
@@ -124,15 +124,20 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
     watch_signals()
     interrupts = count_signals(signal.SIGINT)
     training = make_training(train_loop, **options)
-    try:
-        with _closing(training):
-            result: TrainingResult = await _configured(_aelastic_train_task, training)(training)
-    except asyncio.CancelledError:
-        if count_signals(signal.SIGINT) > interrupts:
-            # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
-            raise KeyboardInterrupt from None
-        raise
-    return result
+    # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
+    with _closing(training), ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
+        run = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[TrainingResult] = loop.run_in_executor(thread, run, _task(training), training)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            training.cancelled.set()
+            await asyncio.wait([result])
+            if count_signals(signal.SIGINT) > interrupts:
+                # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
+                raise KeyboardInterrupt from None
+            raise
 
 
 def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Training:
@@ -173,13 +178,13 @@ def _closing(training: Training) -> Iterator[None]:
         training.close(sys.exc_info()[1])
 
 
-def _configured(template: Any, training: Training) -> Any:
-    """Return the Prefect task ``template`` with the run's name, and with a retry for each driver restart in the budget.
+def _task(training: Training) -> Any:
+    """Return the Prefect task of a training, with the run's name and a retry for each driver restart in the budget.
 
     The training updates the number of retries after each attempt.
     """
     # No delay by Prefect, which has a default in its settings: the training waits itself, and supervises the cluster.
-    return template.with_options(
+    return _elastic_train_task.with_options(
         task_run_name=training.request.run_name,
         retries=training.blocks.failures.driver_restarts,
         retry_delay_seconds=0,
@@ -189,17 +194,3 @@ def _configured(template: Any, training: Training) -> Any:
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 def _elastic_train_task(training: Training) -> TrainingResult | State[Any]:
     return training.attempt()
-
-
-@task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
-async def _aelastic_train_task(training: Training) -> TrainingResult | State[Any]:
-    # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
-        run = contextvars.copy_context().run
-        attempt = asyncio.get_running_loop().run_in_executor(thread, run, training.attempt)
-        try:
-            return await asyncio.shield(attempt)
-        except asyncio.CancelledError:
-            training.cancelled.set()
-            await asyncio.wait([attempt])
-            raise
