@@ -11,11 +11,11 @@
 from typing import Annotated, Any, Literal
 
 from prefect import flow
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import load_saved, saved_name, values_of
+from prefect_elastic_train.blocks.lookup import StorageBlock, load_saved, saved_name, values_of
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, load_named_loop
 
@@ -30,7 +30,7 @@ DEFAULT_CLUSTER = blocks.RayCluster()
 @flow(name="train", persist_result=True, result_serializer="json")
 def train(
     train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
-    storage: blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage,
+    storage: StorageBlock,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
     framework: Literal["torch", "jax", "none"] = "torch",
     scaling: blocks.ElasticScaling = DEFAULT_SCALING,
@@ -40,7 +40,7 @@ def train(
     run_name: str = "",
     resume: bool = False,
     resume_from: str = "",
-    timeout_seconds: Annotated[float, Field(ge=0)] = 0.0,
+    timeout_seconds: NonNegativeFloat = 0.0,
 ) -> dict[str, Any]:
     """Run a Ray Train loop elastically. After a failure, training resumes from the last checkpoint.
 

@@ -23,10 +23,10 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.flow_run_resume import HEARTBEAT, LOST
 from prefect_elastic_train.orchestration.prefect_events import DRIVER_RESTARTED, PREFIX, WORKER_FAILED
 
-#: Prefect events that start an evaluation, each with the part of its payload that has the checkpoint's URI.
+#: Prefect events that start an evaluation, each with the checkpoint's URI from its payload.
 _EVALUATIONS = {
-    "best-checkpoint": "checkpoint_uri",
-    "completed": "best_checkpoint_uri or event.payload.checkpoint_uri",
+    "best-checkpoint": "{{ event.payload.checkpoint_uri }}",
+    "completed": "{{ event.payload.best_checkpoint_uri or event.payload.checkpoint_uri }}",
 }
 #: Prefect's events of a flow run that starts to run, the first time and again.
 _STARTS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
@@ -197,8 +197,8 @@ def _evaluate_automation(deployment: str, deployment_id: UUID, evaluate_at: str)
     """
     event = f"{PREFIX}{evaluate_at}"
     parameters = {
-        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{field} }}}}"}
-        for parameter, field in {"checkpoint_uri": _EVALUATIONS[evaluate_at], "storage": "storage_block"}.items()
+        "checkpoint_uri": {"__prefect_kind": "jinja", "template": _EVALUATIONS[evaluate_at]},
+        "storage": {"__prefect_kind": "jinja", "template": "{{ event.payload.storage_block }}"},
     }
     return _Template(
         f"evaluate at {evaluate_at}",

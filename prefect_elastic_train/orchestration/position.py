@@ -17,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import RelatedResource
 from prefect.events.related import object_as_related_resource, tags_as_related_resources
 
 from prefect_elastic_train.core.records import Owner
@@ -47,7 +48,7 @@ class TrainingPosition:
     owner: Owner
     flow_run_ids: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
-    related: tuple[dict[str, str], ...] = ()
+    related: tuple[RelatedResource, ...] = ()
     flow_name: str = ""
     number: int = 1
     resumed: bool = False
@@ -78,10 +79,9 @@ def current_position(context: FlowRunContext) -> TrainingPosition:
     flow_run_id = str(flow_run.id)
     if flow_run_id in _registry.positions:
         return _registry.positions[flow_run_id]
-    flow_name = context.flow.name if context.flow else ""
-    position = query_prefect(_look_up, flow_run, flow_name, timeout_seconds=_QUERY_SECONDS)
+    position = query_prefect(_look_up, flow_run, timeout_seconds=_QUERY_SECONDS)
     if position is None:
-        position = _position_of_root(flow_run, flow_name)
+        position = _position_of_root(flow_run, context.flow.name if context.flow else "")
         if not is_root(flow_run):
             logger.warning(
                 "cannot read the parent of flow run %r from the Prefect API: a retry of the parent will not continue "
@@ -101,18 +101,15 @@ def is_root(flow_run: FlowRun) -> bool:
     )
 
 
-def _look_up(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str = "") -> TrainingPosition:
-    """Read the position of a flow run from the Prefect API: its parent's position, extended by the call of the subflow.
-
-    Without ``flow_name``, the name of the flow is read from the API as well.
-    """
+def _look_up(client: SyncPrefectClient, flow_run: FlowRun) -> TrainingPosition:
+    """Read the position of a flow run from the Prefect API: that of its parent, extended by the call of the subflow."""
+    flow_name = client.read_flow(flow_run.flow_id).name
     # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
     call = None if is_root(flow_run) else client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
     if call is None or call.flow_run_id is None:
         deployment = client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
-        return _position_of_root(flow_run, flow_name or client.read_flow(flow_run.flow_id).name, deployment)
+        return _position_of_root(flow_run, flow_name, deployment)
     parent = _look_up(client, client.read_flow_run(call.flow_run_id))
-    flow_name = flow_name or call.name.removesuffix(f"-{call.dynamic_key}")
     if call.dynamic_key.isdigit():
         number = str(int(call.dynamic_key) + 1)
     else:  # a call in a task has a random key: ``t`` and its number among the calls in tasks of the parent
@@ -141,7 +138,7 @@ def _position_of_root(
     return TrainingPosition(
         owner,
         (owner.flow_run_id,),
-        related=tuple(resource.root for resource in resources),
+        related=tuple(resources),
         flow_name=flow_name,
     )
 

@@ -2,13 +2,13 @@
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain
 from typing import Any
 
-from prefect.events import emit_event
+from prefect.events import RelatedResource, emit_event
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import describe_causes
@@ -29,7 +29,6 @@ FREQUENT_EVENTS = (CHECKPOINT, f"{PREFIX}best-checkpoint", f"{PREFIX}storage-wai
 
 _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 _MAX_TEXT = 2000
-_MAX_ITEMS = 50
 _MAX_RANKS = 1000
 
 
@@ -43,7 +42,7 @@ class RunEvent:
     #: Identifies the event within the run. An event that is sent twice has the same key.
     key: str
 
-    def send(self, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
+    def send(self, flow_run_id: str, related: Sequence[RelatedResource] = ()) -> None:
         """Put this event into the queue of Prefect's client.
 
         Prefect adds the current flow run and task run with their related resources; ``related`` has further resources.
@@ -58,22 +57,20 @@ class RunEvent:
                 "elastic-train.run-uri": run_uri[:500],
             },
             occurred=datetime.fromtimestamp(self.at, timezone.utc),
-            related=[*map(dict, related)],
+            related=[*related],
             payload=self.payload,
             # The flow run and the URI distinguish runs of one name in different storages.
             id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{self.name}|{self.key}"),
         )
 
 
-def translate(event: ev.Event, report: RunReport, storage_block: str) -> list[RunEvent]:
+def translate(event: ev.Event, report: RunReport) -> list[RunEvent]:
     """Return the Prefect events to send for an event of a training that is already added to the report."""
     key = f"{event.attempt}-{event.sequence}"
-    return [
-        _run_event(report, storage_block, name, event.at, payload, key) for name, payload in _payloads(event, report)
-    ]
+    return [_run_event(report, name, event.at, payload, key) for name, payload in _payloads(event, report)]
 
 
-def end_event(report: RunReport, name: str, at: float, message: str, storage_block: str) -> RunEvent:
+def end_event(report: RunReport, name: str, at: float, message: str) -> RunEvent:
     """Return the Prefect event for the end of a training.
 
     ``name`` is the final state of the training, such as ``timed-out``, and ``message`` the reason.
@@ -86,25 +83,26 @@ def end_event(report: RunReport, name: str, at: float, message: str, storage_blo
             "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
             "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
             "metrics": report.metrics,
-            **report.tally.model_dump(include={*Counts.model_fields} - {"storage_wait_seconds"}),
+            **report.tally.model_dump(include={*Counts.model_fields}),
             "driver_restarts": report.driver_restarts,
             "goodput": account.goodput,
             "time": account.model_dump(),
         }
-    return _run_event(report, storage_block, name, at, payload, f"{report.attempt}-end-{at}")
+    return _run_event(report, name, at, payload, f"{report.attempt}-end-{at}")
 
 
-def _run_event(
-    report: RunReport, storage_block: str, name: str, at: float, payload: dict[str, Any], key: str
-) -> RunEvent:
-    common = {**report.model_dump(include={"run_name", "run_uri", "attempt"}), "storage_block": storage_block}
+def _run_event(report: RunReport, name: str, at: float, payload: dict[str, Any], key: str) -> RunEvent:
+    common = report.model_dump(include={"run_name", "run_uri", "attempt", "storage_block"})
     return RunEvent(f"{PREFIX}{name}", at, _bounded(common | payload), key)
 
 
 def _bounded(value: Any) -> Any:
-    """Return a value of a payload with a limited size. NaN and infinity become text: strict JSON excludes them."""
+    """Return a value of a payload with limited texts and lists. The report has limited the number of metrics.
+
+    NaN and infinity become text, because strict JSON excludes them.
+    """
     if isinstance(value, dict):
-        return {name: _bounded(item) for name, item in list(value.items())[:_MAX_ITEMS]}
+        return {name: _bounded(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):

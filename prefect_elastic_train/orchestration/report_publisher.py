@@ -1,6 +1,6 @@
 """Publishes the report, the progress and the events of a training to Prefect.
 
-A thread does all the writing, so nothing waits for the Prefect API. Errors are counted and training continues.
+A thread does all the writing, so nothing waits for the Prefect API. After an error training continues.
 """
 
 import enum
@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import TaskRunContext
+from prefect.events import RelatedResource
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
@@ -74,22 +75,18 @@ class Publisher:
     Attributes:
         report: The report; the publisher updates it.
         interval_seconds: Seconds between two updates of the report while training only makes progress.
-        storage_block: Name of the saved storage block, for the payload of the Prefect events.
         flow_run_id: The flow run of the training; empty outside of flows.
         related: Resources that the Prefect events relate to, besides those that Prefect adds.
         on_error: Called with a message at the first error of publishing.
-        errors: Number of errors of publishing.
     """
 
     report: RunReport
     interval_seconds: float = 10.0
-    storage_block: str = ""
     flow_run_id: str = ""
-    related: Sequence[Mapping[str, str]] = ()
+    related: Sequence[RelatedResource] = ()
     on_error: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self.errors = 0
         self._state = PublisherState.PUBLISHING
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -119,7 +116,7 @@ class Publisher:
 
         A replayed event is only added to the report, because an earlier process has published it.
         """
-        with self._count_errors(), self._lock:
+        with self._catch_errors(), self._lock:
             if event.sequence and event.attempt:
                 if (event.attempt, event.sequence) <= self._newest:
                     return
@@ -130,7 +127,7 @@ class Publisher:
                 self._update_seconds = min(self._update_seconds, seconds)
             if replayed:
                 return
-            for run_event in translate(event, self.report, self.storage_block):
+            for run_event in translate(event, self.report):
                 name = run_event.name
                 self._unsent[name if name in FREQUENT_EVENTS else f"{name} {run_event.key}"] = run_event
             while len(self._unsent) > _MAX_UNSENT_EVENTS:
@@ -144,12 +141,12 @@ class Publisher:
             reason: The reason for the end.
             is_published: Queue no Prefect event: another process has sent it, or will send it.
         """
-        with self._count_errors(), self._lock:
+        with self._catch_errors(), self._lock:
             now = time.time()
             self.report.end(now, state, reason)
             if not is_published:
                 name = state.replace(" ", "-")
-                self._unsent[name] = end_event(self.report, name, now, reason, self.storage_block)
+                self._unsent[name] = end_event(self.report, name, now, reason)
         self.close()
 
     def abandon(self) -> None:
@@ -174,15 +171,14 @@ class Publisher:
         self._stopping.set()
 
     @contextmanager
-    def _count_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
-        """Catch and count the errors of a ``with`` block, and pass a message about the first one to ``on_error``.
+    def _catch_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
+        """Catch the errors of a ``with`` block, and pass a message about the first one to ``on_error``.
 
         An error of publishing must not end the training.
         """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever the API does
-            self.errors += 1
             if not self._has_failed:
                 self._has_failed = True
                 self.on_error(f"{problem}, training continues: {type(error).__name__}: {error}")
@@ -195,7 +191,7 @@ class Publisher:
         is_last = False
         while not is_last:
             is_last = self._stopping.is_set()
-            with self._count_errors(), get_client(sync_client=True) as client:
+            with self._catch_errors(), get_client(sync_client=True) as client:
                 self._publish(client)
                 return
             self._update_seconds = ARTIFACT_SECONDS
@@ -243,7 +239,7 @@ class Publisher:
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
                 self._put(client, "markdown", render(report, now, self._plots), summary)
             # No further plot if this one fails: matplotlib may be missing.
-            with self._count_errors("the run's report has no new plots"), self._plot_lock:
+            with self._catch_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
                 if self._state is not PublisherState.CLOSED:

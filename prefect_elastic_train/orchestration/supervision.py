@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from logging import INFO, WARNING
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
@@ -111,15 +111,15 @@ class TrainingState(str, enum.Enum):
 _OPEN_STATES = (TrainingState.RUNNING, TrainingState.WAITING, TrainingState.DETACHING)
 
 
-class Ending(NamedTuple):
-    """The final state of a training, and the reason."""
+#: Reasons for final states that an error does not explain.
+_REASONS = {
+    TrainingState.DETACHED: "the flow process was stopped; the job continues",
+    TrainingState.INTERRUPTED: "the flow process was stopped; its commits are kept",
+}
 
-    state: TrainingState
-    reason: str = ""
 
-
-def classify_end(error: BaseException, is_detached: bool, is_end_requested: Callable[[], bool]) -> Ending:
-    """Return the final state and the reason of a training that this error ended.
+def classify_end(error: BaseException, is_detached: bool, is_end_requested: Callable[[], bool]) -> TrainingState:
+    """Return the final state of a training that this error ended.
 
     Args:
         error: The error that ends the training.
@@ -128,21 +128,18 @@ def classify_end(error: BaseException, is_detached: bool, is_end_requested: Call
     """
     match error:
         case SilentEndError() | Abort():
-            return Ending(TrainingState.TAKEN_OVER)
+            return TrainingState.TAKEN_OVER
         case _ if is_detached:
-            return Ending(TrainingState.DETACHED, "the flow process was stopped; the job continues")
+            return TrainingState.DETACHED
         case TimeoutError():
-            return Ending(TrainingState.TIMED_OUT, str(error))
+            return TrainingState.TIMED_OUT
         case AttemptFailedError(outcome=Outcome.CANCELLED) | KeyboardInterrupt() | asyncio.CancelledError():
-            return Ending(TrainingState.CANCELLED, str(error))
-        case AttemptFailedError():
-            return Ending(TrainingState.FAILED, str(error))
+            return TrainingState.CANCELLED
         case Exception():
-            return Ending(TrainingState.FAILED, f"{type(error).__name__}: {error}")
+            return TrainingState.FAILED
     # A cancellation and the loss of a machine send the same signal, so the state of the flow runs decides.
-    if (isinstance(error, Stop) and error.flow_run_id) or is_end_requested():
-        return Ending(TrainingState.CANCELLED, str(error))
-    return Ending(TrainingState.INTERRUPTED, "the flow process was stopped; its commits are kept")
+    is_cancelled = (isinstance(error, Stop) and error.flow_run_id) or is_end_requested()
+    return TrainingState.CANCELLED if is_cancelled else TrainingState.INTERRUPTED
 
 
 @dataclass(eq=False)
@@ -265,12 +262,12 @@ class Training(Follower):
             score_attribute=self.blocks.checkpoints.score_attribute,
             score_order=self.blocks.checkpoints.score_order,
             flow_run_url=(url_for("flow-run", flow_run_id) if flow_run_id else "") or "",
+            storage_block=saved_name(self.blocks.storage),
         )
         self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
         self._publisher = Publisher(
             report,
             interval_seconds=settings.report_interval_seconds,
-            storage_block=saved_name(self.blocks.storage),
             flow_run_id=flow_run_id,
             related=self.position.related,
             on_error=self._log.note,
@@ -280,33 +277,36 @@ class Training(Follower):
         self._watch = FlowRunWatch(flow_run_ids, settings.flow_run_check_seconds)
         self._processes = TrainingProcesses(settings, self)
 
-    def _end(self, error: BaseException) -> Ending:
-        """Stop the processes of a training that ``error`` ends, and publish its end. Return final state and reason.
+    def _end(self, error: BaseException) -> TrainingState:
+        """Stop the processes of a training that ``error`` ends, and publish its end. Return the final state.
 
         Between two attempts, also stop the Ray job that the last attempt could no longer follow, unless it may continue
         without this process.
         """
         if self._state is TrainingState.WAITING and not self._may_detach(error):
             self._processes.stop_job()
-        ending = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
-        self._enter(*ending)
-        return ending
+        state = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
+        is_explained = isinstance(error, AttemptFailedError | TimeoutError) or not isinstance(error, Exception)
+        self._enter(state, _REASONS.get(state) or (str(error) if is_explained else f"{type(error).__name__}: {error}"))
+        return state
 
     def _fail(self, error: BaseException) -> State[Any]:
         """Close the training after an error that no attempt follows: stop its processes, and publish its end.
 
         Return the state Cancelled for a cancelled training; otherwise raise the error.
         """
-        ending = self._end(error)
+        state = self._end(error)
+        reason = str(error) or "its flow process was stopped"
         if isinstance(error, Stop) and error.flow_run_id:
             error = self._flow_run_error(error)
-        if ending.state is TrainingState.CANCELLED and not self.submitted:
+        if state is TrainingState.CANCELLED and not self.submitted:
             self.cancellation = error  # the flow raises it after its task is Cancelled
             if transaction := get_transaction():  # an enclosing transaction would roll the state back
                 transaction.commit_mode = CommitMode.EAGER
-            reason = ending.reason or "its flow process was stopped"
-            hint = "a Retry of the flow run resumes from the last checkpoint, if any"
-            return Cancelled(message=f"The training was cancelled: {reason}; {hint}")
+            return Cancelled(
+                message=f"The training was cancelled: {reason}; a Retry of the flow run resumes from the last "
+                "checkpoint, if any"
+            )
         if self.submitted and isinstance(error, SilentEndError):
             raise Abort(str(error))  # with a future, no call of elastic_train converts it
         raise error
@@ -330,8 +330,8 @@ class Training(Follower):
         The cluster is supervised meanwhile, which Prefect's own retry delay would not do.
         """
         if self._idle_attempts:
-            delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
-            seconds = delay * random.uniform(1.0, 1.2)
+            seconds = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
+            seconds *= random.uniform(1.0, 1.2)
             self._log.note(f"The next driver starts in {seconds:.0f} s")
             self._processes.wait(seconds)
         self._reload_blocks()
@@ -354,10 +354,10 @@ class Training(Follower):
         if request.resumed and not request.begun:  # perhaps in an earlier process
             request = replace(request, begun=bool(self._last_event_time(event={"name": ATTEMPT_EVENTS})))
         storage_block = saved_name(self.blocks.storage)
-        if storage_block and self.blocks.storage.preflight and not request.known_storage[1]:
+        if storage_block and self.blocks.storage.preflight:
             variable = prefect_key(storage_block, "storage")
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-            if uri is not None:  # else the next attempt tries again
+            if uri is not None:
                 request = replace(request, known_storage=(uri, variable))
         self.request = request
         previous_end = self._publisher.report.last_end
@@ -370,9 +370,11 @@ class Training(Follower):
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the API does
-            name = self.request.run_name
-            problem = f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}"
-            self._log.note(f"{problem}. They are used as they were at the attempt before", WARNING)
+            self._log.note(
+                f"the blocks of training {self.request.run_name!r} cannot be loaded now: {type(error).__name__}: "
+                f"{error}. They are used as they were at the attempt before",
+                WARNING,
+            )
             return
         blocks = self.blocks._replace(**loaded)
         if blocks != self.blocks:
@@ -391,8 +393,7 @@ class Training(Follower):
             self.request = replace(self.request, begun=True)
             known_uri, variable = self.request.known_storage
             uri = event.run_uri.rpartition("/")[0]
-            if variable and uri != known_uri:
-                self.request = replace(self.request, known_storage=(uri, variable))
+            if variable and uri != known_uri:  # the next attempt reads it again
                 # Without ``_sync``, ``set`` returns a coroutine in an async flow.
                 query_prefect(lambda _: Variable.set(variable, uri, overwrite=True, _sync=True))  # type: ignore[call-arg]
         self._publisher.add(event, replayed)
@@ -456,7 +457,7 @@ class Training(Follower):
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread
         # Prefect's own signal handler raises; in other threads only `count_signals` has the signal.
         terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > self._terminations
-        return terminated and classify_end(reason, False, self._is_end_requested).state is TrainingState.INTERRUPTED
+        return terminated and classify_end(reason, False, self._is_end_requested) is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:
         return self.cancelled.is_set() or count_signals() > self._interruptions or any(map(is_ending, self._flows))
