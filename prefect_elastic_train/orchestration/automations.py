@@ -29,22 +29,29 @@ _EVALUATIONS = {
     "completed": "{{ event.payload.best_checkpoint_uri or event.payload.checkpoint_uri }}",
 }
 #: Prefect's events of a flow run that starts to run, the first time and again.
-_STARTS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
-#: States without heartbeats: final ones, and those of a flow run that is scheduled again, paused or suspended.
-_SILENT_STATES = (
-    "Completed",
-    "Failed",
-    "TimedOut",
-    "Cancelled",
-    "Crashed",
-    LOST,
-    "AwaitingRetry",
-    "Scheduled",
-    "Paused",
-    "Suspended",
-)
+_STARTS = {"prefect.flow-run.Running", "prefect.flow-run.Retrying", "prefect.flow-run.Rerunning"}
+#: Prefect's events of states without heartbeats: final ones, and those of a flow run that is scheduled again, paused or
+#: suspended.
+_SILENCES = {
+    "prefect.flow-run.Completed",
+    "prefect.flow-run.Failed",
+    "prefect.flow-run.TimedOut",
+    "prefect.flow-run.Cancelled",
+    "prefect.flow-run.Crashed",
+    f"prefect.flow-run.{LOST}",
+    "prefect.flow-run.AwaitingRetry",
+    "prefect.flow-run.Scheduled",
+    "prefect.flow-run.Paused",
+    "prefect.flow-run.Suspended",
+}
 #: Events with an alert. Subject and body have the run, the reason, what happens next, and a link.
-_FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
+_FAILURES = {
+    WORKER_FAILED,
+    DRIVER_RESTARTED,
+    "prefect.flow-run.Failed",
+    "prefect.flow-run.TimedOut",
+    "prefect.flow-run.Crashed",
+}
 _SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
 {{% elif event.event == "{DRIVER_RESTARTED}" %}}\
 {{{{ "Resumed" if event.payload.counted == 1 else "A driver was lost" }}}}\
@@ -121,16 +128,14 @@ def save_automations(
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
     # Each is identified in Prefect's events by a role and an id.
-    resources = {name: ("deployment", str(_deployment_id(client, name))) for name in deployments}
-    resources |= {f"tag {tag}": ("tag", tag) for tag in tags}
+    resources = {name: f"deployment.{_deployment_id(client, name)}" for name in deployments}
+    resources |= {f"tag {tag}": f"tag.{tag}" for tag in tags}
     templates = [*_resume_automations(max_resumes, heartbeat_timeout_seconds)]
     if evaluate_with:
         templates.append(_evaluate_automation(evaluate_with, _deployment_id(client, evaluate_with), evaluate_at))
     if alert:
         templates.append(_alert_automation(alert, _notification_block_id(client, alert)))
-    return [
-        _save(client, template, label, *resource) for label, resource in resources.items() for template in templates
-    ]
+    return [_save(client, template, label, resource) for label, resource in resources.items() for template in templates]
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
@@ -181,7 +186,7 @@ def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> I
         ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {timeout}."),
         {
             "after": {HEARTBEAT},
-            "expect": {HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _SILENT_STATES)},
+            "expect": {HEARTBEAT} | _SILENCES,
             "match": flow_runs,
             "for_each": {"prefect.resource.id"},
             "posture": Posture.Proactive,
@@ -217,20 +222,20 @@ def _alert_automation(block: str, block_id: UUID) -> _Template:
         f"A message by {block} for each failure: the run, the reason, what happens next, a link.",
         SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
         {
-            "expect": {WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
+            "expect": _FAILURES,
             "match": {"prefect.resource.id": [_RUNS, "prefect.flow-run.*"]},
         },
     )
 
 
-def _save(client: SyncPrefectClient, template: _Template, label: str, role: str, resource_id: str) -> tuple[str, str]:
+def _save(client: SyncPrefectClient, template: _Template, label: str, resource: str) -> tuple[str, str]:
     """Create or update an automation for the flow runs of a deployment or tag. Return the change and the name.
 
-    ``role`` and ``resource_id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
+    ``resource`` is role and id of the deployment or tag in Prefect's events; ``label`` is its name for users.
     """
     # An update sends only what is set, so the posture is set even where it is the default.
     trigger: dict[str, Any] = {"posture": Posture.Reactive, "within": timedelta(0), **template.trigger}
-    related = {"prefect.resource.role": role, "prefect.resource.id": f"prefect.{role}.{resource_id}"}
+    related = {"prefect.resource.role": resource.partition(".")[0], "prefect.resource.id": f"prefect.{resource}"}
     automation = AutomationCore(
         name=f"elastic-train: {template.name} of {label}",
         description=template.description,

@@ -3,7 +3,6 @@
 A thread does all the writing, so nothing waits for the Prefect API. After an error training continues.
 """
 
-import enum
 import math
 import re
 import threading
@@ -49,25 +48,6 @@ def prefect_key(run_name: str, kind: str = "") -> str:
     return "-".join(part for part in ("elastic-train", kind, name) if part)
 
 
-class PublisherState(enum.Enum):
-    """The states of a publisher.
-
-    ::
-
-        PUBLISHING ──► CLOSING ──► CLOSED   close()
-             └───────► ABANDONED            abandon()
-    """
-
-    PUBLISHING = "publishing"
-    #: The last update is being written.
-    CLOSING = "closing"
-    #: The flow process no longer waits for updates. No plot may begin: matplotlib's native code aborts a process that
-    #: exits during a plot.
-    CLOSED = "closed"
-    #: Nothing is written any more.
-    ABANDONED = "abandoned"
-
-
 @dataclass(eq=False)
 class Publisher:
     """Adds the events of a training to its report, and publishes both to Prefect.
@@ -87,8 +67,11 @@ class Publisher:
     on_error: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self._state = PublisherState.PUBLISHING
+        #: Set when the last update has to be written.
         self._stopping = threading.Event()
+        #: True once the flow process no longer waits for updates. No plot may begin then: matplotlib's native code
+        #: aborts a process that exits during a plot.
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._plot_lock = threading.Lock()
@@ -149,26 +132,17 @@ class Publisher:
                 self._unsent[name] = end_event(self.report, name, now, reason)
         self.close()
 
-    def abandon(self) -> None:
-        """Stop publishing at once, without a last update of artifacts: another process publishes the training now."""
-        self._enter(PublisherState.ABANDONED)
-
     def close(self) -> None:
         """Send the queued Prefect events, update the run's artifacts a last time, and stop publishing.
 
         Returns within some seconds even if the Prefect API does not answer, but waits for a plot that is being drawn.
         """
-        self._enter(PublisherState.CLOSING)
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0 if self._has_failed else PUBLISHER_CLOSE_SECONDS)
-        self._enter(PublisherState.CLOSED)
+        self._is_closed = True
         if self._plot_lock.acquire(timeout=_PLOT_SECONDS):
             self._plot_lock.release()
-
-    def _enter(self, state: PublisherState) -> None:
-        """Change the state of the publisher, and wake its thread: each state after PUBLISHING ends the publishing."""
-        self._state = state
-        self._stopping.set()
 
     @contextmanager
     def _catch_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
@@ -202,8 +176,6 @@ class Publisher:
         is_closing = False
         while not is_closing:
             is_closing = self._stopping.wait(_POLL_SECONDS)
-            if self._state is PublisherState.ABANDONED:
-                return
             # Events wait here while the API is away: Prefect's own queue is lost with its connection.
             if is_closing or not self._has_failed:
                 self._send_events()
@@ -242,7 +214,7 @@ class Publisher:
             with self._catch_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
-                if self._state is not PublisherState.CLOSED:
+                if not self._is_closed:
                     self._plots = draw(report, now)
                     self._due_at["plot"] = time.monotonic() + self._plot_interval
                     self._plot_interval = min(_IDLE_SECONDS, 2 * self._plot_interval)

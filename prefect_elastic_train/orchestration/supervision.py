@@ -79,7 +79,7 @@ class SilentEndError(AttemptFailedError):
     """
 
 
-class TrainingState(str, enum.Enum):
+class TrainingState(enum.Enum):
     """The states of a training in this process. The value of a final state is shown in the report.
 
     ::
@@ -246,10 +246,8 @@ class Training(Follower):
             self._watch.close()
             self._processes.close()
         finally:  # also if a runner's signal interrupts the closing
-            if state is TrainingState.TAKEN_OVER:
-                self._publisher.abandon()
-            else:
-                self._publisher.end(state.value, reason, is_published or state is TrainingState.DETACHED)
+            continues = state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
+            self._publisher.end(state.value, reason, is_published or continues)
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""

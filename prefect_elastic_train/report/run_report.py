@@ -173,8 +173,8 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
     @property
     def is_live(self) -> bool:
-        """True until the training has ended or is left to its Ray job."""
-        return self.state not in ("completed", "left to its job", *_OUTCOMES)
+        """True until the training has ended, or another process or its Ray job continues it."""
+        return self.state not in ("completed", "left to its job", "taken over", *_OUTCOMES)
 
     @property
     def best(self) -> Checkpoint | None:
