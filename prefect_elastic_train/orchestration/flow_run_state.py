@@ -31,13 +31,14 @@ _T = TypeVar("_T")
 _STOPPING_STATES = ("CANCELLING", "CANCELLED", "FAILED")
 
 
-def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+def start_thread(run: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread in the context of the caller, which has Prefect's settings, client, flow run and task run.
 
-    The thread's name is ``elastic-train-<name>``.
+    The thread's name is ``elastic-train <name of the function>``.
     """
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train-{name}", daemon=True)
+    name = f"elastic-train {run.__qualname__}"
+    thread = threading.Thread(target=context.run, args=(run,), name=name, daemon=True)
     thread.start()
     return thread
 
@@ -59,7 +60,7 @@ def query_prefect(
         except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
             logger.warning("the Prefect API gave no answer: %s", error)
 
-    start_thread(run, "query").join(timeout_seconds)
+    start_thread(run).join(timeout_seconds)
     return answers[0] if answers else None
 
 
@@ -125,7 +126,7 @@ def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
         parent.join()
         os._exit(1)  # the guard then stops the processes of the training, as after the death of a flow process
 
-    start_thread(wait, "parent")
+    start_thread(wait)
 
 
 class FlowRunWatch:
@@ -143,7 +144,7 @@ class FlowRunWatch:
         self._interval = interval_seconds
         self._closed = threading.Event()
         if flow_run_ids:
-            start_thread(self._run, "flow-run")
+            start_thread(self._run)
 
     def close(self) -> None:
         """Stop polling the states of the flow runs, without waiting for a request that is under way."""

@@ -180,8 +180,7 @@ class RunLog:
                     self._locations[rank] = f"pid {pid}, node {node}"
         recovery = ""
         if isinstance(event, FirstStep | Report) and self._stopped_at:
-            workers = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
-            recovery = f"{workers} again after {event.at - self._stopped_at:.1f} s"
+            recovery = f"Training again after {event.at - self._stopped_at:.1f} s; workers: {event.world_size}"
             self._stopped_at = 0.0
         self._last_event_at = max(self._last_event_at, event.at)
         if replayed:

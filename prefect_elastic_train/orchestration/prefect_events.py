@@ -18,14 +18,12 @@ from prefect_elastic_train.report.descriptions import MIN_REPORTED_WAIT_SECONDS
 from prefect_elastic_train.report.run_report import RunReport
 
 PREFIX = "elastic-train.run."
-CHECKPOINT = f"{PREFIX}checkpoint"
-
 WORKER_FAILED = f"{PREFIX}worker-failed"
 DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
 #: Events that only an attempt has that began to train or to start workers.
-ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", CHECKPOINT]
+ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", f"{PREFIX}checkpoint"]
 #: Events that may be frequent, of which only some are sent.
-FREQUENT_EVENTS = (CHECKPOINT, f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
+FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
 
 _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 _MAX_TEXT = 2000

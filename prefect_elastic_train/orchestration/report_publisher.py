@@ -29,10 +29,11 @@ from prefect_elastic_train.report.run_report import RunReport
 #: Seconds between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-#: Seconds between two updates while only time passes, and between two plots of a long run, which may take a second.
+#: Seconds between two updates while only time passes.
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
+#: Seconds between two plots, each of which may take a second, and longest time that one may take.
 _PLOT_SECONDS = 60.0
 _MAX_UNSENT_EVENTS = 1000
 _MAX_KEY = 100
@@ -86,13 +87,12 @@ class Publisher:
         self._due_at: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
-        self._plot_interval = ARTIFACT_SECONDS
         #: True if the last update could not be written.
         self._has_failed = False
 
     def start(self) -> None:
         """Start the thread that publishes. Without this call, the report is updated but not published."""
-        self._thread = start_thread(self._run, "report")
+        self._thread = start_thread(self._run)
 
     def add(self, event: ev.Event, replayed: bool = False) -> None:
         """Add an event of the training to the report, and queue its Prefect events.
@@ -216,8 +216,7 @@ class Publisher:
 
                 if not self._is_closed:
                     self._plots = draw(report, now)
-                    self._due_at["plot"] = time.monotonic() + self._plot_interval
-                    self._plot_interval = min(_IDLE_SECONDS, 2 * self._plot_interval)
+                    self._due_at["plot"] = time.monotonic() + _PLOT_SECONDS
         self._put(client, "markdown", render(report, now, self._plots), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:

@@ -175,7 +175,6 @@ class Training(Follower):
         #: End of the time limit, in seconds since the epoch; 0: no limit.
         self._ends_at = time.time() + self.timeout_seconds if self.timeout_seconds else 0.0
         self._interruptions = count_signals()
-        self._terminations = count_signals(signal.SIGTERM)
         #: The flow runs around the current attempt.
         self._flows: list[FlowRunContext] = []
         #: Driver restarts that the run's records leave.
@@ -206,7 +205,6 @@ class Training(Follower):
             self._idle_attempts += 1
             ended = self._run_driver()
         except BaseException as error:
-            self._log.close()
             if isinstance(error, AttemptFailedError) and error.retryable:
                 if self._may_retry():
                     self._enter(TrainingState.WAITING)
@@ -214,7 +212,6 @@ class Training(Follower):
                     raise
                 error.final = True
             return self._fail(error)
-        self._log.close()
         self._enter(TrainingState.COMPLETED, is_published=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
@@ -337,7 +334,10 @@ class Training(Follower):
     def _run_driver(self) -> AttemptEnded:
         """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error."""
         self.check_stop()
-        ended = self._processes.run_attempt(self._next_spec())
+        try:
+            ended = self._processes.run_attempt(self._next_spec())
+        finally:
+            self._log.close()
         if not ended.sequence:
             # The driver sent no final event. The time since its last event is not counted.
             self._publisher.add(ended.model_copy(update={"at": self._publisher.report.last_event_at or ended.at}))
@@ -454,7 +454,7 @@ class Training(Follower):
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread
         # Prefect's own signal handler raises; in other threads only `count_signals` has the signal.
-        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > self._terminations
+        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > 0
         return terminated and classify_end(reason, False, self._is_end_requested) is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:

@@ -116,7 +116,7 @@ def test_checkpoints_are_told_of_every_half_minute_and_when_something_else_is(li
     _add(log, _committed(1066, world_size=2), _alive(1070))
     first, _, last = lines.messages
     assert first == "Checkpoint c1064 is committed (3.0 MiB): loss=0.1235; 1 more since the last line"
-    assert last == "2 workers train again after 1.0 s"
+    assert last == "Training again after 1.0 s; workers: 2"
     lines.clear()
     log.close()
     assert lines.messages == ["Checkpoint c1066 is committed (3.0 MiB)"]
@@ -130,8 +130,8 @@ def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
     _add(log, _started(4), ev.WorkerGroupStarted(at=2068, world_size=1))
     _add(log, ev.Reported(at=2070, metrics={}, world_size=1))
     assert [text for text in lines.messages if "again after" in text] == [
-        "2 workers train again after 13.8 s",
-        "1 worker trains again after 20.0 s",
+        "Training again after 13.8 s; workers: 2",
+        "Training again after 20.0 s; workers: 1",
     ]
 
 

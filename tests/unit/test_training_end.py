@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -58,9 +59,8 @@ def _loop() -> None:
 def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
     error: BaseException, wanted: bool, end: str
 ) -> None:
-    assert classify_end(error, False, lambda: wanted).state.value == end
-    detached = classify_end(error, True, lambda: wanted).state.value
-    assert detached == ("taken over" if end == "taken over" else "left to its job")
+    for is_detached, state in ((False, end), (True, "taken over" if end == "taken over" else "left to its job")):
+        assert classify_end(error, is_detached, lambda: wanted).value == state
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
     ],
 )
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
-    processes: _Processes, reason: BaseException, terminated: bool, goes_on: bool
+    processes: _Processes, monkeypatch: pytest.MonkeyPatch, reason: BaseException, terminated: bool, goes_on: bool
 ) -> None:
     training: Any = make_training(_loop)
     training._enter(TrainingState.RUNNING)
     training._is_end_requested = lambda: False
-    training._terminations -= terminated
+    monkeypatch.setattr(supervision, "count_signals", lambda *numbers: int(terminated))
     assert training.keeps_job(reason) is goes_on
     assert (training._state is TrainingState.DETACHING) is goes_on
 
@@ -208,7 +208,7 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist")
     failed = WorkerFailed(causes=causes, retried=outcome is not Outcome.USER_ERROR)
     processes.attempts = [[begun, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
-    monkeypatch.setattr(task, "_configured", lambda template, training: Training.attempt)
+    monkeypatch.setattr(task, "_task", lambda training: Training.attempt)
     with pytest.raises(AttemptFailedError) as error:
         elastic_train(_loop)
     assert str(error.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
@@ -223,7 +223,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
 
     processes.attempts = [[LOST]]
     monkeypatch.setattr(processes, "close", Mock(side_effect=TerminationSignal(signal=15)))
-    monkeypatch.setattr(task, "_configured", lambda template, training: interrupted)
+    monkeypatch.setattr(task, "_task", lambda training: interrupted)
     with pytest.raises(TerminationSignal):
         elastic_train(_loop)
     assert processes.training._publisher.report.state == "cancelled"
@@ -233,7 +233,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
 def test_a_call_that_holds_an_event_loop_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
-    monkeypatch.setattr(task, "_configured", lambda template, training: lambda training: "trained")
+    monkeypatch.setattr(task, "_task", lambda training: lambda training: "trained")
     monkeypatch.setattr(task, "get_run_logger", lambda: logging.getLogger("run"), raising=False)
 
     async def train() -> Any:
@@ -253,14 +253,24 @@ def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state:
     assert [str(call.args[0]) for call in client.set_flow_run_state.mock_calls] == [ids[number] for number in marked]
 
 
-def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_something() -> None:
-    own, other = UUID(int=1), UUID(int=2)
-    at, client = {own: 100, other: 900}, Mock()
-    client.read_task_runs = lambda flow_run_filter, **_: [SimpleNamespace(id=one) for one in flow_run_filter.id.any_]
-    client.read_logs = lambda logs, **_: [
-        SimpleNamespace(timestamp=datetime.fromtimestamp(at[logs.task_run_id.any_[0]]))
-    ]
-    assert flow_run_state.last_log_time(client, "mnist", [str(own)]) == 98
+@pytest.mark.parametrize(("published", "until"), [([100, 90], 100.0), ([], 0.0), (None, None)])
+def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_now_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, until: float | None
+) -> None:
+    training = make_training(_loop, run_name="mnist")
+    client = Mock()
+    if published is None:
+        client.read_events.side_effect = ConnectionError
+    else:
+        client.read_events.return_value.events = [
+            SimpleNamespace(occurred=datetime.fromtimestamp(at)) for at in published
+        ]
+    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    expected = pytest.approx(time.time(), abs=10) if until is None else pytest.approx(until, abs=1e-5)
+    assert training.logged_until() == expected
+    wanted = client.read_events.call_args.args[0]
+    assert wanted.resource.id == ["elastic-train.run.mnist"]
+    assert wanted.related.id == [f"prefect.flow-run.{training.request.owner.flow_run_id}"]
 
 
 @pytest.mark.parametrize(("detached", "ends"), [([], True), ([False, True], True), ([False], False)])
