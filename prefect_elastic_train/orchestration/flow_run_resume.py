@@ -11,7 +11,6 @@ from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -72,18 +71,6 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
         )
     _set_state(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
     yield f"{name} is scheduled again: the next free runner of its deployment takes it"
-
-
-def find_flow_run(client: SyncPrefectClient, name: str) -> UUID:
-    """Return the id of the only flow run with this name; raise a ConfigurationError if there is not exactly one."""
-    named = FlowRunFilter.model_validate({"name": {"any_": [name]}})
-    flow_runs = client.read_flow_runs(flow_run_filter=named, limit=2)
-    if len(flow_runs) != 1:
-        raise ConfigurationError(
-            f"{'several flow runs are' if flow_runs else 'no flow run is'} called {name!r}: use the id, which "
-            "`prefect flow-run ls` lists; `elastic-train runs show` has the flow run of a run"
-        )
-    return flow_runs[0].id
 
 
 def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:
