@@ -26,6 +26,8 @@ ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-starte
 FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
 
 _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
+#: Fields that all events of a training have.
+_COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
 _MAX_TEXT = 2000
 _MAX_RANKS = 1000
 
@@ -45,20 +47,18 @@ class RunEvent:
 
         Prefect adds the current flow run and task run with their related resources; ``related`` has further resources.
         """
-        name = self.payload["run_name"]
-        run_uri = self.payload["run_uri"]
         emit_event(
             event=self.name,
             resource={
-                "prefect.resource.id": f"elastic-train.run.{name}",
-                "prefect.resource.name": name,
-                "elastic-train.run-uri": run_uri[:500],
+                "prefect.resource.id": f"{PREFIX}{self.payload['run_name']}",
+                "prefect.resource.name": self.payload["run_name"],
+                "elastic-train.run-uri": self.payload["run_uri"][:500],
             },
             occurred=datetime.fromtimestamp(self.at, timezone.utc),
             related=[*related],
             payload=self.payload,
             # The flow run and the URI distinguish runs of one name in different storages.
-            id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{self.name}|{self.key}"),
+            id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{self.payload['run_uri']}|{self.name}|{self.key}"),
         )
 
 
@@ -76,9 +76,8 @@ def end_event(report: RunReport, name: str, at: float, message: str) -> RunEvent
     payload: dict[str, Any] = {"outcome": report.outcome or name, "message": message}
     if report.attempt:  # else no driver has reported on the run
         account = report.tally.account()
-        newest = report.checkpoints[-1] if report.checkpoints else None
         payload |= {
-            "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
+            "checkpoint_uri": f"{report.run_uri}/{report.checkpoints[-1].name}" if report.checkpoints else "",
             "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
             "metrics": report.metrics,
             **report.tally.model_dump(include={*Counts.model_fields}),
@@ -127,8 +126,7 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
         case ev.WorkerGroupStarted():
             yield "workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)}
         case ev.WorkerGroupResized():
-            fields = {"old_size", "new_size", "reason", "reports_lost", "waited_seconds"}
-            yield "resized", event.model_dump(include=fields)
+            yield "resized", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.GroupFailed():
             payload = {
                 "ranks": sorted(chain.from_iterable(cause.ranks for cause in event.causes)),
@@ -141,10 +139,9 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
         case ev.LoopWarned():
             yield event.problem, {"message": event.message, "checkpoint": loop_name(event.checkpoint)}
         case ev.WaitingForCapacity() if report.is_new_wait:
-            fields = {"possible_workers", "min_workers", "resources_per_worker", "missing"}
-            yield "waiting-for-capacity", event.model_dump(include=fields)
+            yield "waiting-for-capacity", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.StorageWaited() if event.seconds >= MIN_REPORTED_WAIT_SECONDS:
-            yield "storage-waited", event.model_dump(include={"who", "seconds", "tries", "last"})
+            yield "storage-waited", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.CheckpointCommitted():
             checkpoint = report.checkpoints[-1]
             payload = {

@@ -4,7 +4,6 @@ A thread does all the writing, so nothing waits for the Prefect API. After an er
 """
 
 import math
-import re
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import TaskRunContext
 from prefect.events import RelatedResource
+from slugify import slugify
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
@@ -41,12 +41,12 @@ _MAX_KEY = 100
 _FREQUENT_SECONDS = 30.0
 
 
-def prefect_key(run_name: str, kind: str = "") -> str:
-    """Return the key of a run's Prefect artifact: its kind and the run's name, in characters that Prefect allows."""
-    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:_MAX_KEY]
-    if name != run_name:  # names that differ only in the removed characters must get different keys
-        name = f"{name}-{uuid.uuid5(uuid.NAMESPACE_URL, run_name).hex[:6]}"
-    return "-".join(part for part in ("elastic-train", kind, name) if part)
+def prefect_key(prefix: str, name: str) -> str:
+    """Return a key for an artifact or a variable of Prefect: prefix and name, in characters that Prefect allows."""
+    slug = slugify(name, max_length=_MAX_KEY)
+    if slug != name:  # names that differ only in the removed characters must get different keys
+        slug = f"{slug}-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex[:6]}"
+    return f"{prefix}-{slug}"
 
 
 @dataclass(eq=False)
@@ -236,7 +236,9 @@ class Publisher:
         context = TaskRunContext.get()
         self._artifacts[kind] = client.create_artifact(
             ArtifactCreate(
-                key=prefect_key(self.report.run_name, "progress" if kind == "progress" else ""),
+                key=prefect_key(
+                    "elastic-train-progress" if kind == "progress" else "elastic-train", self.report.run_name
+                ),
                 type=kind,
                 data=data,
                 description=description,

@@ -353,7 +353,7 @@ class Training(Follower):
             request = replace(request, begun=bool(self._last_event_time(event={"name": ATTEMPT_EVENTS})))
         storage_block = saved_name(self.blocks.storage)
         if storage_block and self.blocks.storage.preflight:
-            variable = prefect_key(storage_block, "storage")
+            variable = prefect_key("elastic-train-storage", storage_block)
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
             if uri is not None:
                 request = replace(request, known_storage=(uri, variable))

@@ -68,7 +68,7 @@ COMMITTED = {"checkpoint": "c9", "checkpoint_uri": "s3://b/llama/c9", "size_byte
             "preempted",
             {**GIVEN_UP, "reports_lost": 0, "ranks": [], "reasons": []},
         ),
-        (ev.WaitingForCapacity(**CAPACITY, since=T), "waiting-for-capacity", CAPACITY),
+        (ev.WaitingForCapacity(**CAPACITY, since=T), "waiting-for-capacity", {**CAPACITY, "since": T}),
         (ev.LoopWarned(**WARNED, problem="checkpoint-ignored"), "checkpoint-ignored", WARNED),
         (ev.StorageWaited(**WAITED), "storage-waited", WAITED),
         (
