@@ -68,8 +68,6 @@ A new driver resumes from {{{{ payload.checkpoint or "the beginning" }}}}.\
 Its automation, if there is one, resumes it from the last checkpoint; else a Retry does.\
 {{% else %}}It stays {{{{ event.resource["prefect.state-name"] }}}}; a Retry resumes from the last checkpoint, if any.\
 {{% endif %}}{{% endif %}}"""
-#: Resources of Prefect's events about runs.
-_RUNS = f"{PREFIX}*"
 #: Time after its start in which a flow run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 #: State message of a flow run whose terminal got Ctrl-C, which the user meant. An async flow has it only if the signal
@@ -209,7 +207,7 @@ def _evaluate_automation(deployment: str, deployment_id: UUID, evaluate_at: str)
         f"evaluate at {evaluate_at}",
         f"At the event {event}, {deployment} is started with the checkpoint.",
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
-        {"expect": {event}, "match": {"prefect.resource.id": _RUNS}},
+        {"expect": {event}, "match": {"prefect.resource.id": f"{PREFIX}*"}},
     )
 
 
@@ -223,7 +221,7 @@ def _alert_automation(block: str, block_id: UUID) -> _Template:
         SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
         {
             "expect": _FAILURES,
-            "match": {"prefect.resource.id": [_RUNS, "prefect.flow-run.*"]},
+            "match": {"prefect.resource.id": [f"{PREFIX}*", "prefect.flow-run.*"]},
         },
     )
 

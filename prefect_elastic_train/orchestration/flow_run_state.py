@@ -110,7 +110,7 @@ def is_ending(flow: FlowRunContext) -> bool:
     # Prefect's engine leaves the context of a flow run before it waits for the flow's threads. A run that is not
     # completed by then ends by a signal or another exception.
     state = flow.flow_run.state if flow.flow_run is not None else None
-    return not state.is_completed() if state is not None and state.is_final() else flow._token is None
+    return flow._token is None and not (state is not None and state.is_completed())
 
 
 def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:

@@ -25,7 +25,6 @@ ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-starte
 #: Events that may be frequent, of which only some are sent.
 FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
 
-_NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 #: Fields that all events of a training have.
 _COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
 _MAX_TEXT = 2000
@@ -58,7 +57,7 @@ class RunEvent:
             related=[*related],
             payload=self.payload,
             # The flow run and the URI distinguish runs of one name in different storages.
-            id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{self.payload['run_uri']}|{self.name}|{self.key}"),
+            id=uuid.uuid5(uuid.NAMESPACE_URL, f"{flow_run_id}|{self.payload['run_uri']}|{self.name}|{self.key}"),
         )
 
 

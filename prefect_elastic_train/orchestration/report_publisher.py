@@ -55,17 +55,17 @@ class Publisher:
 
     Attributes:
         report: The report; the publisher updates it.
+        on_error: Called with a message at the first error of publishing.
         interval_seconds: Seconds between two updates of the report while training only makes progress.
         flow_run_id: The flow run of the training; empty outside of flows.
         related: Resources that the Prefect events relate to, besides those that Prefect adds.
-        on_error: Called with a message at the first error of publishing.
     """
 
     report: RunReport
+    on_error: Callable[[str], None]
     interval_seconds: float = 10.0
     flow_run_id: str = ""
     related: Sequence[RelatedResource] = ()
-    on_error: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
         #: Set when the last update has to be written.
@@ -82,9 +82,9 @@ class Publisher:
         self._newest = (0, 0)
         #: Seconds from one update of the artifacts to the next, as the events since then require.
         self._update_seconds = ARTIFACT_SECONDS
-        self._written_at = -math.inf
+        self._written_at = 0.0
         #: Times before which the progress, a plot or a frequent event is not written again.
-        self._due_at: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        self._due_at: defaultdict[str, float] = defaultdict(float)
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
         #: True if the last update could not be written.

@@ -13,7 +13,7 @@ from logging import INFO, WARNING
 from typing import Any
 
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
@@ -175,8 +175,6 @@ class Training(Follower):
         #: End of the time limit, in seconds since the epoch; 0: no limit.
         self._ends_at = time.time() + self.timeout_seconds if self.timeout_seconds else 0.0
         self._interruptions = count_signals()
-        #: The flow runs around the current attempt.
-        self._flows: list[FlowRunContext] = []
         #: Driver restarts that the run's records leave.
         self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
@@ -194,9 +192,7 @@ class Training(Follower):
 
         After a retryable error, processes, cluster and report are kept for the next attempt. Otherwise they are closed.
         """
-        self._flows = list(enclosing_flows())
         if self._state is TrainingState.CREATED:
-            exit_with_flow_process(self._flows)
             self._enter(TrainingState.RUNNING)
         try:
             if self._state is TrainingState.WAITING:
@@ -248,6 +244,8 @@ class Training(Follower):
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
+        self._flows = list(enclosing_flows())
+        exit_with_flow_process(self._flows)
         settings = get_settings()
         flow_run_ids = self.position.flow_run_ids
         flow_run_id = flow_run_ids[0] if flow_run_ids else ""
@@ -262,10 +260,10 @@ class Training(Follower):
         self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
         self._publisher = Publisher(
             report,
+            self._log.note,
             interval_seconds=settings.report_interval_seconds,
             flow_run_id=flow_run_id,
             related=self.position.related,
-            on_error=self._log.note,
         )
         if settings.reporting:
             self._publisher.start()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -143,14 +141,12 @@ def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Tra
     """Check the arguments of ``elastic_train``, load the blocks, and return the numbered training, not yet started."""
     check_options(options)
     values: dict[str, Any] = {**options}
-    loaded: dict[str, Any] = {}
-    saved: dict[str, str] = {}
-    for argument in Blocks._fields:
-        value = values.get(argument)
-        block = load_block(argument, os.path.abspath(value) if isinstance(value, Path) else value)
-        loaded[argument] = block
-        if block is not value and saved_name(block):
-            saved[argument] = saved_name(block)
+    loaded = {argument: load_block(argument, values.get(argument)) for argument in Blocks._fields}
+    saved = {
+        argument: saved_name(block)
+        for argument, block in loaded.items()
+        if block is not values.get(argument) and saved_name(block)
+    }
     payload = pickle_payload(make_payload(train_loop, options))
     position = count_training()  # after the checks, so that a refused training is not counted
     request = make_request(train_loop, options, payload, position)

@@ -47,9 +47,9 @@ def make(flow_run_id: str, name: str) -> Iterator[Make]:
     """Makes publishers, and ends them."""
     made: list[Publisher] = []
 
-    def make_publisher(**more: Any) -> Publisher:
+    def make_publisher(on_error: Callable[[str], None] = print, **more: Any) -> Publisher:
         report = RunReport(run_name=name, score_attribute="loss", score_order="min")
-        made.append(Publisher(report, flow_run_id=flow_run_id, **more))
+        made.append(Publisher(report, on_error, flow_run_id=flow_run_id, **more))
         made[-1].start()
         return made[-1]
 
