@@ -15,7 +15,6 @@ from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
-    ClusterWanted,
     ControllerAlive,
     Event,
     FirstStep,
@@ -204,8 +203,6 @@ class RunLog:
         level = WARNING if description.is_warning else INFO
         warnings: list[str] = []
         match event:
-            case ClusterWanted() if self._attempt:  # later attempts keep the cluster
-                return
             case AttemptStarted():
                 line += f"; run directory {event.run_uri}; its processes import the loop and its dependencies"
                 if event.started_from:

@@ -40,7 +40,6 @@ class TrainingPosition:
         calls: The calls of subflows from the root to the flow run of the training; empty for the root.
         related: Prefect resources of the root flow run, for the Prefect events of a training in a subflow. Prefect adds
             those resources of the training's own flow run that are not in this list.
-        flow_name: Name of the flow that trains; empty outside of flows.
         number: Number of the training in its flow run, counted from 1.
         resumed: True if the flow run or its root flow run was executed before, perhaps in another process.
     """
@@ -49,7 +48,6 @@ class TrainingPosition:
     flow_run_ids: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
     related: tuple[RelatedResource, ...] = ()
-    flow_name: str = ""
     number: int = 1
     resumed: bool = False
 
@@ -117,7 +115,7 @@ def _look_up(client: SyncPrefectClient, flow_run: FlowRun) -> TrainingPosition:
         with _registry.lock:
             number = f"t{_number_in_tasks(str(flow_run.id), parent.flow_run_ids[0], key)}"
     calls = (*parent.calls, Call(flow_name, number))
-    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls, flow_name=flow_name)
+    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls)
 
 
 def _position_of_root(
@@ -131,15 +129,16 @@ def _position_of_root(
         flow_run_name=flow_run.name,
         execution=flow_run.run_count,
     )
-    resources = tags_as_related_resources(flow_run.tags)
-    resources.append(object_as_related_resource("flow-run", "flow-run", flow_run))
+    resources = [
+        *tags_as_related_resources(flow_run.tags),
+        object_as_related_resource("flow-run", "flow-run", flow_run),
+    ]
     if deployment:
         resources.append(object_as_related_resource("deployment", "deployment", deployment))
     return TrainingPosition(
         owner,
         (owner.flow_run_id,),
         related=tuple(resources),
-        flow_name=flow_name,
     )
 
 

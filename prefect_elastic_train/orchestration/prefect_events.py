@@ -27,8 +27,8 @@ FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}
 
 #: Fields that all events of a training have.
 _COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
-_MAX_TEXT = 2000
-_MAX_RANKS = 1000
+#: Length of texts and of lists, such as that of failed ranks.
+_MAX_LENGTH = 2000
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RunEvent:
     #: Identifies the event within the run. An event that is sent twice has the same key.
     key: str
 
-    def send(self, flow_run_id: str, related: Sequence[RelatedResource] = ()) -> None:
+    def send(self, flow_run_id: str, related: Sequence[RelatedResource]) -> None:
         """Put this event into the queue of Prefect's client.
 
         Prefect adds the current flow run and task run with their related resources; ``related`` has further resources.
@@ -101,9 +101,7 @@ def _bounded(value: Any) -> Any:
         return {name: _bounded(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, list):
-        return value[:_MAX_RANKS]
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
+    return value[:_MAX_LENGTH] if isinstance(value, str | list) else value
 
 
 def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class Publisher:
         self._update_seconds = ARTIFACT_SECONDS
         self._written_at = 0.0
         #: Times before which the progress, a plot or a frequent event is not written again.
-        self._due_at: defaultdict[str, float] = defaultdict(float)
+        self._due_at: dict[str, float] = {}
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
         #: True if the last update could not be written.
@@ -128,8 +127,7 @@ class Publisher:
             now = time.time()
             self.report.end(now, state, reason)
             if not is_published:
-                name = state.replace(" ", "-")
-                self._unsent[name] = end_event(self.report, name, now, reason)
+                self._unsent["end"] = end_event(self.report, state.replace(" ", "-"), now, reason)
         self.close()
 
     def close(self) -> None:
@@ -193,7 +191,7 @@ class Publisher:
     def _is_due(self, name: str, seconds: float) -> bool:
         """Return True at most once in a number of seconds for each name, and whenever the publisher is closing."""
         now = time.monotonic()
-        is_due = self._stopping.is_set() or now >= self._due_at[name]
+        is_due = self._stopping.is_set() or now >= self._due_at.get(name, 0.0)
         if is_due:
             self._due_at[name] = now + seconds
         return is_due
@@ -235,14 +233,16 @@ class Publisher:
             return
         context = TaskRunContext.get()
         self._artifacts[kind] = client.create_artifact(
-            ArtifactCreate(
-                key=prefect_key(
-                    "elastic-train-progress" if kind == "progress" else "elastic-train", self.report.run_name
-                ),
-                type=kind,
-                data=data,
-                description=description,
-                flow_run_id=uuid.UUID(self.flow_run_id) if self.flow_run_id else None,
-                task_run_id=context.task_run.id if context else None,
+            ArtifactCreate.model_validate(
+                {
+                    "key": prefect_key(
+                        "elastic-train-progress" if kind == "progress" else "elastic-train", self.report.run_name
+                    ),
+                    "type": kind,
+                    "data": data,
+                    "description": description,
+                    "flow_run_id": self.flow_run_id or None,
+                    "task_run_id": context.task_run.id if context else None,
+                }
             )
         ).id

@@ -279,7 +279,7 @@ class Training(Follower):
         if self._state is TrainingState.WAITING and not self._may_detach(error):
             self._processes.stop_job()
         state = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
-        is_explained = isinstance(error, AttemptFailedError | TimeoutError) or not isinstance(error, Exception)
+        is_explained = isinstance(error, AttemptFailedError) or not isinstance(error, Exception)
         self._enter(state, _REASONS.get(state) or (str(error) if is_explained else f"{type(error).__name__}: {error}"))
         return state
 
@@ -353,8 +353,7 @@ class Training(Follower):
         if storage_block and self.blocks.storage.preflight:
             variable = prefect_key("elastic-train-storage", storage_block)
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-            if uri is not None:
-                request = replace(request, known_storage=(uri, variable))
+            request = replace(request, known_storage=(uri or "", variable))
         self.request = request
         previous_end = self._publisher.report.last_end
         return replace(driver_spec(request, self.blocks), previous_end=previous_end, ends_at=self._ends_at)
@@ -432,22 +431,18 @@ class Training(Follower):
         return self._state is TrainingState.DETACHING
 
     def logged_until(self) -> float:
-        """Return the time up to which an earlier process has published this training's events, 0 if it has none.
+        """Return the time up to which an earlier process has published this training's events, 0 if there is none."""
+        return self._last_event_time()
 
-        It is in seconds since the epoch, and the current time if the Prefect API does not answer.
-        """
-        published_until = self._last_event_time()
-        return time.time() if published_until is None else published_until
-
-    def _last_event_time(self, **more: Any) -> float | None:
+    def _last_event_time(self, **more: Any) -> float:
         """Return the time of the newest Prefect event of this run, as :func:`last_event_time` does.
 
-        ``more`` are further conditions for the event. None: the Prefect API does not answer.
+        ``more`` are further conditions for the event. It is 0 also if the Prefect API does not answer.
         """
         # Other flow runs may have runs of the same name in other storages.
         flow_run = f"prefect.flow-run.{self.request.owner.flow_run_id}"
         own = {"resource": {"id": [f"{PREFIX}{self.request.run_name}"]}, "related": {"id": [flow_run]}}
-        return query_prefect(last_event_time, own | more)
+        return query_prefect(last_event_time, own | more) or 0.0
 
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread

@@ -124,8 +124,9 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
     # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
     with _closing(training), ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
         run = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[TrainingResult] = loop.run_in_executor(thread, run, _task(training), training)
+        result: asyncio.Future[TrainingResult] = asyncio.get_running_loop().run_in_executor(
+            thread, run, _task(training), training
+        )
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
