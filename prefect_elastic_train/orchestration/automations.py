@@ -159,7 +159,6 @@ def _notification_block_id(client: SyncPrefectClient, name: str) -> UUID:
 def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[_Template]:
     limit = f"{max_resumes} times at most"
     timeout = f"{heartbeat_timeout_seconds:g} s"
-    flow_runs = {"prefect.resource.id": "prefect.flow-run.*"}
     yield _Template(
         "resume crashed runs",
         f"The same flow run is resumed after a crash, {limit}.",
@@ -170,7 +169,7 @@ def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> I
             "after": _STARTS,
             "expect": {"prefect.flow-run.Crashed"},
             "match": {
-                **flow_runs,
+                "prefect.resource.id": "prefect.flow-run.*",
                 "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
                 "prefect.state-message": f"!{_INTERRUPTED}",
             },
@@ -185,7 +184,7 @@ def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> I
         {
             "after": {HEARTBEAT},
             "expect": {HEARTBEAT} | _SILENCES,
-            "match": flow_runs,
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
             "for_each": {"prefect.resource.id"},
             "posture": Posture.Proactive,
             "within": timedelta(seconds=heartbeat_timeout_seconds),

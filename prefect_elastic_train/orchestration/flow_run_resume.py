@@ -44,33 +44,32 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
         flow_run = client.read_flow_run(flow_run_id)
     except ObjectNotFound as error:
         raise ConfigurationError(f"there is no flow run {flow_run_id}; see `prefect flow-run ls`") from error
-    name = flow_run.name
     state = flow_run.state or Scheduled()  # a new flow run has none
     if not is_root(flow_run):
-        raise ConfigurationError(f"flow run {name} was called by another flow run: resume that one")
+        raise ConfigurationError(f"flow run {flow_run.name} was called by another flow run: resume that one")
     if state.is_scheduled() or state.is_paused() or state.is_completed():
-        raise ConfigurationError(f"flow run {name} is {state.name}: there is nothing left to resume")
+        raise ConfigurationError(f"flow run {flow_run.name} is {state.name}: there is nothing left to resume")
     if not state.is_final():
         evidence = None if force else next(_find_liveness(client, flow_run, state), None)
         if evidence is not None:
             raise ConfigurationError(
-                f"flow run {name} may be alive: {evidence}. Wait, or use --force if you know that it is dead; if a "
-                "process is alive then, it stops"
+                f"flow run {flow_run.name} may be alive: {evidence}. Wait, or use --force if you know that it is dead; "
+                "if a process is alive then, it stops"
             )
         if state.is_cancelling():
             _set_state(client, flow_run_id, Cancelled(message="It was cancelling, and no process was left to do it."))
-            yield f"{name} was being cancelled and is Cancelled now. To resume it, do the same again"
+            yield f"{flow_run.name} was being cancelled and is Cancelled now. To resume it, do the same again"
             return
         _set_state(client, flow_run_id, Crashed(name=LOST, message="A person found that no process executes it."))
-        yield f"{name} was {state.name} and is {LOST} (Crashed) now"
+        yield f"{flow_run.name} was {state.name} and is {LOST} (Crashed) now"
     if flow_run.deployment_id is None:
         raise ConfigurationError(
-            f"flow run {name} has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
-            f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
+            f"flow run {flow_run.name} has no deployment, so no runner will take it: execute it with `prefect flow-run "
+            f"retry {flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
             "prefect_elastic_train.train_flow.train"
         )
     _set_state(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
-    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
+    yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"
 
 
 def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:

@@ -37,8 +37,7 @@ def start_thread(run: Callable[[], object]) -> threading.Thread:
     The thread's name is ``elastic-train <name of the function>``.
     """
     context = contextvars.copy_context()
-    name = f"elastic-train {run.__qualname__}"
-    thread = threading.Thread(target=context.run, args=(run,), name=name, daemon=True)
+    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train {run.__qualname__}", daemon=True)
     thread.start()
     return thread
 

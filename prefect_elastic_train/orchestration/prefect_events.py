@@ -3,10 +3,9 @@
 import math
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect.events import RelatedResource, emit_event
 
@@ -31,8 +30,7 @@ _COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
 _MAX_LENGTH = 2000
 
 
-@dataclass(frozen=True)
-class RunEvent:
+class RunEvent(NamedTuple):
     """A Prefect event about a run. Its name begins with ``elastic-train.run.``."""
 
     name: str
