@@ -353,7 +353,7 @@ class Training(Follower):
         if storage_block and self.blocks.storage.preflight:
             variable = prefect_key("elastic-train-storage", storage_block)
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-            request = replace(request, known_storage=(uri or "", variable))
+            request = replace(request, known_storage=(uri or "", variable))  # empty: not known, or no answer
         self.request = request
         previous_end = self._publisher.report.last_end
         return replace(driver_spec(request, self.blocks), previous_end=previous_end, ends_at=self._ends_at)
