@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field, NonNegativeFloat
 
-from prefect_elastic_train import blocks
+from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import StorageBlock, load_saved, saved_name, values_of
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, load_named_loop
 
 DEFAULT_CONFIG: dict[str, Any] = {}
-DEFAULT_SCALING = blocks.ElasticScaling()
-DEFAULT_FAILURES = blocks.FailureBudget()
-DEFAULT_CHECKPOINTS = blocks.CheckpointPolicy()
-DEFAULT_CLUSTER = blocks.RayCluster()
+DEFAULT_SCALING = ElasticScaling()
+DEFAULT_FAILURES = FailureBudget()
+DEFAULT_CHECKPOINTS = CheckpointPolicy()
+DEFAULT_CLUSTER = RayCluster()
 
 
 # The result is persisted, so that other processes can read it from the flow run of a deployment.
@@ -33,10 +33,10 @@ def train(
     storage: StorageBlock,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
     framework: Literal["torch", "jax", "none"] = "torch",
-    scaling: blocks.ElasticScaling = DEFAULT_SCALING,
-    failures: blocks.FailureBudget = DEFAULT_FAILURES,
-    checkpoints: blocks.CheckpointPolicy = DEFAULT_CHECKPOINTS,
-    cluster: blocks.RayCluster = DEFAULT_CLUSTER,
+    scaling: ElasticScaling = DEFAULT_SCALING,
+    failures: FailureBudget = DEFAULT_FAILURES,
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
+    cluster: RayCluster = DEFAULT_CLUSTER,
     run_name: str = "",
     resume: bool = False,
     resume_from: str = "",

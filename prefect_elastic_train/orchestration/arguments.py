@@ -160,7 +160,7 @@ def driver_spec(request: RunRequest, blocks: Blocks) -> DriverSpec:
     """Return the spec of a driver: the run request and the current values of the blocks."""
     return DriverSpec(
         request,
-        *(block.plain() for block in blocks),
+        **{argument: block.plain() for argument, block in blocks._asdict().items()},
         storage_block=saved_name(blocks.storage),
         poll_interval_seconds=get_settings().poll_interval(blocks.scaling.max_workers),
         sys_path=import_path(),

@@ -239,8 +239,8 @@ class Training(Follower):
             self._watch.close()
             self._processes.close()
         finally:  # also if a runner's signal interrupts the closing
-            continues = state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
-            self._publisher.end(state.value, reason, is_published or continues)
+            is_published = is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
+            self._publisher.end(state.value, reason, is_published)
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
@@ -355,8 +355,8 @@ class Training(Follower):
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
             request = replace(request, known_storage=(uri or "", variable))  # empty: not known, or no answer
         self.request = request
-        previous_end = self._publisher.report.last_end
-        return replace(driver_spec(request, self.blocks), previous_end=previous_end, ends_at=self._ends_at)
+        spec = driver_spec(request, self.blocks)
+        return replace(spec, previous_end=self._publisher.report.last_end, ends_at=self._ends_at)
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""

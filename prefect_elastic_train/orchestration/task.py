@@ -123,9 +123,8 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
     training = make_training(train_loop, **options)
     # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
     with _closing(training), ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
-        run = contextvars.copy_context().run
         result: asyncio.Future[TrainingResult] = asyncio.get_running_loop().run_in_executor(
-            thread, run, _task(training), training
+            thread, contextvars.copy_context().run, _task(training), training
         )
         try:
             return await asyncio.shield(result)
