@@ -11,36 +11,36 @@
 from typing import Annotated, Any, Literal
 
 from prefect import flow
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
-from prefect_elastic_train import blocks
+from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import load_saved, saved_name
+from prefect_elastic_train.blocks.lookup import StorageBlock, load_saved, saved_name, values_of
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, load_named_loop
 
 DEFAULT_CONFIG: dict[str, Any] = {}
-DEFAULT_SCALING = blocks.ElasticScaling()
-DEFAULT_FAILURES = blocks.FailureBudget()
-DEFAULT_CHECKPOINTS = blocks.CheckpointPolicy()
-DEFAULT_CLUSTER = blocks.RayCluster()
+DEFAULT_SCALING = ElasticScaling()
+DEFAULT_FAILURES = FailureBudget()
+DEFAULT_CHECKPOINTS = CheckpointPolicy()
+DEFAULT_CLUSTER = RayCluster()
 
 
 # The result is persisted, so that other processes can read it from the flow run of a deployment.
 @flow(name="train", persist_result=True, result_serializer="json")
 def train(
     train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
-    storage: blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage,
+    storage: StorageBlock,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
     framework: Literal["torch", "jax", "none"] = "torch",
-    scaling: blocks.ElasticScaling = DEFAULT_SCALING,
-    failures: blocks.FailureBudget = DEFAULT_FAILURES,
-    checkpoints: blocks.CheckpointPolicy = DEFAULT_CHECKPOINTS,
-    cluster: blocks.RayCluster = DEFAULT_CLUSTER,
+    scaling: ElasticScaling = DEFAULT_SCALING,
+    failures: FailureBudget = DEFAULT_FAILURES,
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
+    cluster: RayCluster = DEFAULT_CLUSTER,
     run_name: str = "",
     resume: bool = False,
     resume_from: str = "",
-    timeout_seconds: Annotated[float, Field(ge=0)] = 0.0,
+    timeout_seconds: NonNegativeFloat = 0.0,
 ) -> dict[str, Any]:
     """Run a Ray Train loop elastically. After a failure, training resumes from the last checkpoint.
 
@@ -72,11 +72,11 @@ def train(
         load_named_loop(train_loop),
         train_loop_config=train_loop_config,
         framework=framework,
-        scaling=_argument(scaling, DEFAULT_SCALING),
-        failures=_argument(failures, DEFAULT_FAILURES),
-        checkpoints=_argument(checkpoints, DEFAULT_CHECKPOINTS),
+        scaling=_argument(scaling),
+        failures=_argument(failures),
+        checkpoints=_argument(checkpoints),
         storage=_argument(storage),
-        cluster=_argument(cluster, DEFAULT_CLUSTER),
+        cluster=_argument(cluster),
         run_name=run_name or None,
         resume=resume,
         resume_from=resume_from,
@@ -85,13 +85,13 @@ def train(
     return result.model_dump(mode="json")
 
 
-def _argument(block: TrainingBlock, default: TrainingBlock | None = None) -> Any:
+def _argument(block: TrainingBlock) -> Any:
     """Return the argument to pass to ``elastic_train`` for a block parameter of the flow ``train``.
 
-    It is None for the flow's default, and the name of a saved block, which each attempt loads again. A saved block with
-    changed values is passed as it is, because the user has changed it for this flow run.
+    It is None for a block with default values only, and the name of a saved block, which each attempt loads again. A
+    saved block with changed values is passed as it is, because the user has changed it for this flow run.
     """
     name = saved_name(block)
     if name:
         return name if dict(block) == dict(load_saved([type(block)], name)) else block
-    return None if default is not None and dict(block) == dict(default) else block
+    return block if values_of(block, exclude_defaults=True) else None

@@ -1,6 +1,8 @@
 """Find the block of an argument: a saved one by its name, the profile's, or the default of the settings."""
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from prefect.exceptions import ObjectNotFound
@@ -97,16 +99,18 @@ def values_of(block: TrainingBlock, **options: Any) -> dict[str, Any]:
     return block.model_dump(mode="json", include=set(type(block).model_fields), **options)
 
 
-def load_block(argument: str, value: TrainingBlock | str | None = None) -> Any:
+def load_block(argument: str, value: TrainingBlock | str | Path | None = None) -> Any:
     """Return the block for an argument of ``elastic_train``.
 
     It is ``value`` itself if that is a block. Otherwise :func:`chosen_block` loads the block with the name ``value``,
-    or the default one.
+    the storage in the directory ``value``, or the default block.
 
     Raises:
         ConfigurationError: The block cannot be loaded, is of another type, or has masked secrets.
     """
     types = BLOCK_TYPES[argument]
+    if isinstance(value, Path):
+        value = os.path.abspath(value)
     block = chosen_block(argument, value or "") if value is None or isinstance(value, str) else value
     if not isinstance(block, types):
         names = " or ".join(block_type.__name__ for block_type in types)

@@ -16,7 +16,7 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 
 
 def resume_flow_run(
-    run: Annotated[str, typer.Argument(help="Id or name of the flow run.", metavar="FLOW_RUN")],
+    flow_run_id: Annotated[UUID, typer.Argument(help="Id of the flow run.", metavar="FLOW_RUN")],
     force: Annotated[bool, typer.Option("--force", help="Do not check whether the flow run is alive.")] = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which still looks running.
@@ -30,10 +30,6 @@ def resume_flow_run(
     from prefect_elastic_train.orchestration import flow_run_resume
 
     with exit_on_error(), get_client(sync_client=True) as client:
-        try:
-            flow_run_id = UUID(run)
-        except ValueError:
-            flow_run_id = flow_run_resume.find_flow_run(client, run)
         for line in flow_run_resume.resume(client, flow_run_id, force=force):
             print_lines(line)
 

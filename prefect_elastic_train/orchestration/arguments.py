@@ -99,7 +99,8 @@ def make_request(
     config = options.get("train_loop_config")
     has_datasets = bool(options.get("datasets"))
     run_name = options.get("run_name")
-    flow_name = position.flow_name or fingerprints.train_loop_name(train_loop)
+    flow = position.calls[-1] if position.calls else position.owner
+    flow_name = flow.flow_name or fingerprints.train_loop_name(train_loop)
     default_name = fingerprints.default_run_name(flow_name, position.owner.flow_run_id, position.number, position.calls)
     validation_resources = getattr(options.get("validation_config"), "ray_remote_kwargs", {"num_cpus": 0})
     return RunRequest(
@@ -155,21 +156,12 @@ def pickle_payload(payload: Payload) -> bytes:
         ) from error
 
 
-def driver_spec(request: RunRequest, blocks: Blocks, previous_end: str = "", ends_at: float = 0.0) -> DriverSpec:
-    """Return the spec of a driver: the run request and the current values of the blocks.
-
-    Args:
-        request: The run request.
-        blocks: The blocks of the attempt.
-        previous_end: Outcome and message of the previous attempt; empty if this process does not know them.
-        ends_at: End of the training's time limit, in seconds since the epoch; 0: no limit.
-    """
+def driver_spec(request: RunRequest, blocks: Blocks) -> DriverSpec:
+    """Return the spec of a driver: the run request and the current values of the blocks."""
     return DriverSpec(
         request,
         **{argument: block.plain() for argument, block in blocks._asdict().items()},
         storage_block=saved_name(blocks.storage),
         poll_interval_seconds=get_settings().poll_interval(blocks.scaling.max_workers),
         sys_path=import_path(),
-        previous_end=previous_end,
-        ends_at=ends_at,
     )

@@ -23,28 +23,35 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.flow_run_resume import HEARTBEAT, LOST
 from prefect_elastic_train.orchestration.prefect_events import DRIVER_RESTARTED, PREFIX, WORKER_FAILED
 
-#: Prefect events that start an evaluation, each with the part of its payload that has the checkpoint's URI.
+#: Prefect events that start an evaluation, each with the checkpoint's URI from its payload.
 _EVALUATIONS = {
-    "best-checkpoint": "checkpoint_uri",
-    "completed": "best_checkpoint_uri or event.payload.checkpoint_uri",
+    "best-checkpoint": "{{ event.payload.checkpoint_uri }}",
+    "completed": "{{ event.payload.best_checkpoint_uri or event.payload.checkpoint_uri }}",
 }
 #: Prefect's events of a flow run that starts to run, the first time and again.
-_STARTS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
-#: States without heartbeats: final ones, and those of a flow run that is scheduled again, paused or suspended.
-_SILENT_STATES = (
-    "Completed",
-    "Failed",
-    "TimedOut",
-    "Cancelled",
-    "Crashed",
-    LOST,
-    "AwaitingRetry",
-    "Scheduled",
-    "Paused",
-    "Suspended",
-)
+_STARTS = {"prefect.flow-run.Running", "prefect.flow-run.Retrying", "prefect.flow-run.Rerunning"}
+#: Prefect's events of states without heartbeats: final ones, and those of a flow run that is scheduled again, paused or
+#: suspended.
+_SILENCES = {
+    "prefect.flow-run.Completed",
+    "prefect.flow-run.Failed",
+    "prefect.flow-run.TimedOut",
+    "prefect.flow-run.Cancelled",
+    "prefect.flow-run.Crashed",
+    f"prefect.flow-run.{LOST}",
+    "prefect.flow-run.AwaitingRetry",
+    "prefect.flow-run.Scheduled",
+    "prefect.flow-run.Paused",
+    "prefect.flow-run.Suspended",
+}
 #: Events with an alert. Subject and body have the run, the reason, what happens next, and a link.
-_FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
+_FAILURES = {
+    WORKER_FAILED,
+    DRIVER_RESTARTED,
+    "prefect.flow-run.Failed",
+    "prefect.flow-run.TimedOut",
+    "prefect.flow-run.Crashed",
+}
 _SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
 {{% elif event.event == "{DRIVER_RESTARTED}" %}}\
 {{{{ "Resumed" if event.payload.counted == 1 else "A driver was lost" }}}}\
@@ -61,8 +68,6 @@ A new driver resumes from {{{{ payload.checkpoint or "the beginning" }}}}.\
 Its automation, if there is one, resumes it from the last checkpoint; else a Retry does.\
 {{% else %}}It stays {{{{ event.resource["prefect.state-name"] }}}}; a Retry resumes from the last checkpoint, if any.\
 {{% endif %}}{{% endif %}}"""
-#: Resources of Prefect's events about runs.
-_RUNS = f"{PREFIX}*"
 #: Time after its start in which a flow run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 #: State message of a flow run whose terminal got Ctrl-C, which the user meant. An async flow has it only if the signal
@@ -121,16 +126,14 @@ def save_automations(
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
     # Each is identified in Prefect's events by a role and an id.
-    resources = {name: ("deployment", str(_deployment_id(client, name))) for name in deployments}
-    resources |= {f"tag {tag}": ("tag", tag) for tag in tags}
+    resources = {name: f"deployment.{_deployment_id(client, name)}" for name in deployments}
+    resources |= {f"tag {tag}": f"tag.{tag}" for tag in tags}
     templates = [*_resume_automations(max_resumes, heartbeat_timeout_seconds)]
     if evaluate_with:
         templates.append(_evaluate_automation(evaluate_with, _deployment_id(client, evaluate_with), evaluate_at))
     if alert:
         templates.append(_alert_automation(alert, _notification_block_id(client, alert)))
-    return [
-        _save(client, template, label, *resource) for label, resource in resources.items() for template in templates
-    ]
+    return [_save(client, template, label, resource) for label, resource in resources.items() for template in templates]
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
@@ -156,7 +159,6 @@ def _notification_block_id(client: SyncPrefectClient, name: str) -> UUID:
 def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[_Template]:
     limit = f"{max_resumes} times at most"
     timeout = f"{heartbeat_timeout_seconds:g} s"
-    flow_runs = {"prefect.resource.id": "prefect.flow-run.*"}
     yield _Template(
         "resume crashed runs",
         f"The same flow run is resumed after a crash, {limit}.",
@@ -167,7 +169,7 @@ def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> I
             "after": _STARTS,
             "expect": {"prefect.flow-run.Crashed"},
             "match": {
-                **flow_runs,
+                "prefect.resource.id": "prefect.flow-run.*",
                 "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
                 "prefect.state-message": f"!{_INTERRUPTED}",
             },
@@ -181,8 +183,8 @@ def _resume_automations(max_resumes: int, heartbeat_timeout_seconds: float) -> I
         ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {timeout}."),
         {
             "after": {HEARTBEAT},
-            "expect": {HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _SILENT_STATES)},
-            "match": flow_runs,
+            "expect": {HEARTBEAT} | _SILENCES,
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
             "for_each": {"prefect.resource.id"},
             "posture": Posture.Proactive,
             "within": timedelta(seconds=heartbeat_timeout_seconds),
@@ -197,14 +199,14 @@ def _evaluate_automation(deployment: str, deployment_id: UUID, evaluate_at: str)
     """
     event = f"{PREFIX}{evaluate_at}"
     parameters = {
-        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{field} }}}}"}
-        for parameter, field in {"checkpoint_uri": _EVALUATIONS[evaluate_at], "storage": "storage_block"}.items()
+        "checkpoint_uri": {"__prefect_kind": "jinja", "template": _EVALUATIONS[evaluate_at]},
+        "storage": {"__prefect_kind": "jinja", "template": "{{ event.payload.storage_block }}"},
     }
     return _Template(
         f"evaluate at {evaluate_at}",
         f"At the event {event}, {deployment} is started with the checkpoint.",
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
-        {"expect": {event}, "match": {"prefect.resource.id": _RUNS}},
+        {"expect": {event}, "match": {"prefect.resource.id": f"{PREFIX}*"}},
     )
 
 
@@ -217,20 +219,20 @@ def _alert_automation(block: str, block_id: UUID) -> _Template:
         f"A message by {block} for each failure: the run, the reason, what happens next, a link.",
         SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
         {
-            "expect": {WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
-            "match": {"prefect.resource.id": [_RUNS, "prefect.flow-run.*"]},
+            "expect": _FAILURES,
+            "match": {"prefect.resource.id": [f"{PREFIX}*", "prefect.flow-run.*"]},
         },
     )
 
 
-def _save(client: SyncPrefectClient, template: _Template, label: str, role: str, resource_id: str) -> tuple[str, str]:
+def _save(client: SyncPrefectClient, template: _Template, label: str, resource: str) -> tuple[str, str]:
     """Create or update an automation for the flow runs of a deployment or tag. Return the change and the name.
 
-    ``role`` and ``resource_id`` identify the deployment or tag in Prefect's events; ``label`` is its name for users.
+    ``resource`` is role and id of the deployment or tag in Prefect's events; ``label`` is its name for users.
     """
     # An update sends only what is set, so the posture is set even where it is the default.
     trigger: dict[str, Any] = {"posture": Posture.Reactive, "within": timedelta(0), **template.trigger}
-    related = {"prefect.resource.role": role, "prefect.resource.id": f"prefect.{role}.{resource_id}"}
+    related = {"prefect.resource.role": resource.partition(".")[0], "prefect.resource.id": f"prefect.{resource}"}
     automation = AutomationCore(
         name=f"elastic-train: {template.name} of {label}",
         description=template.description,

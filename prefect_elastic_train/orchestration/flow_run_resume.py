@@ -4,22 +4,21 @@ Such a flow run may look running forever, and Prefect retries only flow runs in 
 unless it may still be alive.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.events.filters import EventFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
-from prefect.states import AwaitingRetry, Cancelled, Crashed
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Scheduled
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
+from prefect_elastic_train.orchestration.flow_run_state import last_event_time
 from prefect_elastic_train.orchestration.position import is_root
 
 #: Name of the state, of type Crashed, of a dead flow run. Automations for Crashed flow runs do not resume it, too.
@@ -45,46 +44,32 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
         flow_run = client.read_flow_run(flow_run_id)
     except ObjectNotFound as error:
         raise ConfigurationError(f"there is no flow run {flow_run_id}; see `prefect flow-run ls`") from error
-    name = flow_run.name
-    state = flow_run.state
+    state = flow_run.state or Scheduled()  # a new flow run has none
     if not is_root(flow_run):
-        raise ConfigurationError(f"flow run {name} was called by another flow run: resume that one")
-    if state is None or state.is_scheduled() or state.is_paused() or state.is_completed():
-        status = state.name if state is not None else "not scheduled yet"
-        raise ConfigurationError(f"flow run {name} is {status}: there is nothing left to resume")
+        raise ConfigurationError(f"flow run {flow_run.name} was called by another flow run: resume that one")
+    if state.is_scheduled() or state.is_paused() or state.is_completed():
+        raise ConfigurationError(f"flow run {flow_run.name} is {state.name}: there is nothing left to resume")
     if not state.is_final():
         evidence = None if force else next(_find_liveness(client, flow_run, state), None)
         if evidence is not None:
             raise ConfigurationError(
-                f"flow run {name} may be alive: {evidence}. Wait, or use --force if you know that it is dead; if a "
-                "process is alive then, it stops"
+                f"flow run {flow_run.name} may be alive: {evidence}. Wait, or use --force if you know that it is dead; "
+                "if a process is alive then, it stops"
             )
         if state.is_cancelling():
             _set_state(client, flow_run_id, Cancelled(message="It was cancelling, and no process was left to do it."))
-            yield f"{name} was being cancelled and is Cancelled now. To resume it, do the same again"
+            yield f"{flow_run.name} was being cancelled and is Cancelled now. To resume it, do the same again"
             return
         _set_state(client, flow_run_id, Crashed(name=LOST, message="A person found that no process executes it."))
-        yield f"{name} was {state.name} and is {LOST} (Crashed) now"
+        yield f"{flow_run.name} was {state.name} and is {LOST} (Crashed) now"
     if flow_run.deployment_id is None:
         raise ConfigurationError(
-            f"flow run {name} has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
-            f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
+            f"flow run {flow_run.name} has no deployment, so no runner will take it: execute it with `prefect flow-run "
+            f"retry {flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
             "prefect_elastic_train.train_flow.train"
         )
     _set_state(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
-    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
-
-
-def find_flow_run(client: SyncPrefectClient, name: str) -> UUID:
-    """Return the id of the only flow run with this name; raise a ConfigurationError if there is not exactly one."""
-    named = FlowRunFilter.model_validate({"name": {"any_": [name]}})
-    flow_runs = client.read_flow_runs(flow_run_filter=named, limit=2)
-    if len(flow_runs) != 1:
-        raise ConfigurationError(
-            f"{'several flow runs are' if flow_runs else 'no flow run is'} called {name!r}: use the id, which "
-            "`prefect flow-run ls` lists; `elastic-train runs show` has the flow run of a run"
-        )
-    return flow_runs[0].id
+    yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"
 
 
 def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:
@@ -92,8 +77,8 @@ def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -
 
     Evidence is a recent change of its state, a process on this machine, or a recent heartbeat in Prefect.
     """
-    now = datetime.now(timezone.utc)
-    age = (now - state.timestamp).total_seconds()
+    now = time.time()
+    age = now - state.timestamp.timestamp()
     if state.is_pending() or (state.is_cancelling() and age < _CANCELLATION_SECONDS):
         yield f"it has been {state.name} for {age:.0f} s, and a process may be about to change that"
     for process in psutil.process_iter():
@@ -102,12 +87,8 @@ def _find_liveness(client: SyncPrefectClient, flow_run: FlowRun, state: State) -
                 yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
     # A flow run may be alive until two of Prefect's heartbeats are missing.
     timeout = 2 * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
-    heartbeats = {
-        "event": {"name": [HEARTBEAT]},
-        "resource": {"id": [f"prefect.flow-run.{flow_run.id}"]},
-        "occurred": {"since": now - timedelta(seconds=timeout)},
-    }
-    if client.read_events(EventFilter.model_validate(heartbeats), limit=1).events:
+    heartbeats = {"event": {"name": [HEARTBEAT]}, "resource": {"id": [f"prefect.flow-run.{flow_run.id}"]}}
+    if now - last_event_time(client, heartbeats) < timeout:
         yield f"it has sent a heartbeat within {timeout} s"
 
 
@@ -119,5 +100,5 @@ def _set_state(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> No
     """
     answer = client.set_flow_run_state(flow_run_id, state)
     if answer.state is None or answer.state.name != state.name:
-        reason = getattr(answer.details, "reason", None) or "no reason given"
+        reason = getattr(answer.details, "reason", "no reason given")
         raise ConfigurationError(f"Prefect did not make the flow run {state.name}: {reason}")

@@ -9,21 +9,17 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilter
-from prefect.client.schemas.sorting import LogSort
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.context import FlowRunContext
 from prefect.events.filters import EventFilter
 from prefect.states import Cancelled
 
 from prefect_elastic_train.core.time_limits import FLOW_RUN_STATE_SECONDS
-from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS, PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +31,13 @@ _T = TypeVar("_T")
 _STOPPING_STATES = ("CANCELLING", "CANCELLED", "FAILED")
 
 
-def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+def start_thread(run: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread in the context of the caller, which has Prefect's settings, client, flow run and task run.
 
-    The thread's name is ``elastic-train-<name>``.
+    The thread's name is ``elastic-train <name of the function>``.
     """
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train-{name}", daemon=True)
+    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train {run.__qualname__}", daemon=True)
     thread.start()
     return thread
 
@@ -63,36 +59,18 @@ def query_prefect(
         except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
             logger.warning("the Prefect API gave no answer: %s", error)
 
-    start_thread(run, "query").join(timeout_seconds)
+    start_thread(run).join(timeout_seconds)
     return answers[0] if answers else None
 
 
-def last_log_time(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequence[str]) -> float | None:
-    """Return the time of the newest Prefect log record of a run's earlier task runs, less 2 s; None if there is none.
+def last_event_time(client: SyncPrefectClient, wanted: Mapping[str, Any]) -> float:
+    """Return the time of the newest Prefect event that the filter ``wanted`` selects, in seconds since the epoch.
 
-    The task runs have the run's name, and belong to one of the flow runs or to a subflow of them.
+    It is 0 if there is none.
     """
-    # The task run belongs to one of these flow runs or to a subflow of them. Other flow runs may have runs of the same
-    # name in other storages. Less 2 s: an event may be logged twice, but none is left out.
-    context = TaskRunContext.get()
-    ids = {"any_": flow_run_ids}
-    flows = FlowRunFilter.model_validate({"operator": "or_", "id": ids, "parent_flow_run_id": ids})
-    named = TaskRunFilter.model_validate({"name": {"any_": [run_name]}})
-    tasks = client.read_task_runs(flow_run_filter=flows, task_run_filter=named)
-    earlier = [task.id for task in tasks if context is None or task.id != context.task_run.id]
-    logs = LogFilter.model_validate({"task_run_id": {"any_": earlier}})
-    newest = client.read_logs(logs, limit=1, sort=LogSort.TIMESTAMP_DESC) if earlier else []
-    return newest[0].timestamp.timestamp() - 2.0 if newest else None
-
-
-def has_begun(client: SyncPrefectClient, run_name: str, flow_run_id: str) -> bool:
-    """Return True if Prefect has an event, such as ``started``, of an attempt of this run in this flow run."""
-    wanted = {
-        "event": {"name": ATTEMPT_EVENTS},
-        "resource": {"id": [f"{PREFIX}{run_name}"]},
-        "related": {"id": [f"prefect.flow-run.{flow_run_id}"]},
-    }
-    return bool(client.read_events(EventFilter.model_validate(wanted), limit=1).events)
+    newest = client.read_events(EventFilter.model_validate(wanted), limit=1).events
+    # Prefect rounds the time to microseconds.
+    return newest[0].occurred.timestamp() + 1e-6 if newest else 0.0
 
 
 def outermost_ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> str:
@@ -131,7 +109,7 @@ def is_ending(flow: FlowRunContext) -> bool:
     # Prefect's engine leaves the context of a flow run before it waits for the flow's threads. A run that is not
     # completed by then ends by a signal or another exception.
     state = flow.flow_run.state if flow.flow_run is not None else None
-    return not state.is_completed() if state is not None and state.is_final() else flow._token is None
+    return flow._token is None and not (state is not None and state.is_completed())
 
 
 def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
@@ -140,22 +118,14 @@ def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
     Otherwise such a process would not notice that its flow process was killed, and would continue the training.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None and (not flows or any(flow.detached for flow in flows)):
-        _exit_with(parent)
-
-
-@cache
-def _exit_with(parent: BaseProcess) -> None:
-    """Start a thread that ends this process when its parent process has exited.
-
-    The guard then stops the processes of the training, as after the death of a flow process.
-    """
+    if parent is None or (flows and not any(flow.detached for flow in flows)):
+        return
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # the guard then stops the processes of the training, as after the death of a flow process
 
-    start_thread(wait, "parent")
+    start_thread(wait)
 
 
 class FlowRunWatch:
@@ -173,7 +143,7 @@ class FlowRunWatch:
         self._interval = interval_seconds
         self._closed = threading.Event()
         if flow_run_ids:
-            start_thread(self._run, "flow-run")
+            start_thread(self._run)
 
     def close(self) -> None:
         """Stop polling the states of the flow runs, without waiting for a request that is under way."""

@@ -11,12 +11,10 @@ from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.causes import format_ranks, leading_causes
 from prefect_elastic_train.core.events import (
     ALIVE_SECONDS,
-    EVENT_TAG,
     ROUTINE,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
-    ClusterWanted,
     ControllerAlive,
     Event,
     FirstStep,
@@ -106,9 +104,6 @@ class RunLog:
 
         A worker's line is tagged with its rank, and a line of Ray's own output has level DEBUG.
         """
-        if text.startswith(EVENT_TAG):
-            self.note(f"An event of the driver cannot be read, and is lost: {truncate(text, 300)}", WARNING)
-            return
         is_detail = ray_output.is_detail(text)
         text = ray_output.without_marks(text)
         match = ray_output.WORKER_LINE.match(text)
@@ -180,8 +175,7 @@ class RunLog:
                     self._locations[rank] = f"pid {pid}, node {node}"
         recovery = ""
         if isinstance(event, FirstStep | Report) and self._stopped_at:
-            workers = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
-            recovery = f"{workers} again after {event.at - self._stopped_at:.1f} s"
+            recovery = f"Training again after {event.at - self._stopped_at:.1f} s; workers: {event.world_size}"
             self._stopped_at = 0.0
         self._last_event_at = max(self._last_event_at, event.at)
         if replayed:
@@ -209,8 +203,6 @@ class RunLog:
         level = WARNING if description.is_warning else INFO
         warnings: list[str] = []
         match event:
-            case ClusterWanted() if self._attempt:  # later attempts keep the cluster
-                return
             case AttemptStarted():
                 line += f"; run directory {event.run_uri}; its processes import the loop and its dependencies"
                 if event.started_from:

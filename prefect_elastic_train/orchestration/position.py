@@ -17,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import RelatedResource
 from prefect.events.related import object_as_related_resource, tags_as_related_resources
 
 from prefect_elastic_train.core.records import Owner
@@ -39,7 +40,6 @@ class TrainingPosition:
         calls: The calls of subflows from the root to the flow run of the training; empty for the root.
         related: Prefect resources of the root flow run, for the Prefect events of a training in a subflow. Prefect adds
             those resources of the training's own flow run that are not in this list.
-        flow_name: Name of the flow that trains; empty outside of flows.
         number: Number of the training in its flow run, counted from 1.
         resumed: True if the flow run or its root flow run was executed before, perhaps in another process.
     """
@@ -47,8 +47,7 @@ class TrainingPosition:
     owner: Owner
     flow_run_ids: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
-    related: tuple[dict[str, str], ...] = ()
-    flow_name: str = ""
+    related: tuple[RelatedResource, ...] = ()
     number: int = 1
     resumed: bool = False
 
@@ -78,10 +77,9 @@ def current_position(context: FlowRunContext) -> TrainingPosition:
     flow_run_id = str(flow_run.id)
     if flow_run_id in _registry.positions:
         return _registry.positions[flow_run_id]
-    flow_name = context.flow.name if context.flow else ""
-    position = query_prefect(_look_up, flow_run, flow_name, timeout_seconds=_QUERY_SECONDS)
+    position = query_prefect(_look_up, flow_run, timeout_seconds=_QUERY_SECONDS)
     if position is None:
-        position = _position_of_root(flow_run, flow_name)
+        position = _position_of_root(flow_run, context.flow.name if context.flow else "")
         if not is_root(flow_run):
             logger.warning(
                 "cannot read the parent of flow run %r from the Prefect API: a retry of the parent will not continue "
@@ -101,18 +99,15 @@ def is_root(flow_run: FlowRun) -> bool:
     )
 
 
-def _look_up(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str = "") -> TrainingPosition:
-    """Read the position of a flow run from the Prefect API: its parent's position, extended by the call of the subflow.
-
-    Without ``flow_name``, the name of the flow is read from the API as well.
-    """
+def _look_up(client: SyncPrefectClient, flow_run: FlowRun) -> TrainingPosition:
+    """Read the position of a flow run from the Prefect API: that of its parent, extended by the call of the subflow."""
+    flow_name = client.read_flow(flow_run.flow_id).name
     # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
     call = None if is_root(flow_run) else client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
     if call is None or call.flow_run_id is None:
         deployment = client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
-        return _position_of_root(flow_run, flow_name or client.read_flow(flow_run.flow_id).name, deployment)
+        return _position_of_root(flow_run, flow_name, deployment)
     parent = _look_up(client, client.read_flow_run(call.flow_run_id))
-    flow_name = flow_name or call.name.removesuffix(f"-{call.dynamic_key}")
     if call.dynamic_key.isdigit():
         number = str(int(call.dynamic_key) + 1)
     else:  # a call in a task has a random key: ``t`` and its number among the calls in tasks of the parent
@@ -120,7 +115,7 @@ def _look_up(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str = "") 
         with _registry.lock:
             number = f"t{_number_in_tasks(str(flow_run.id), parent.flow_run_ids[0], key)}"
     calls = (*parent.calls, Call(flow_name, number))
-    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls, flow_name=flow_name)
+    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls)
 
 
 def _position_of_root(
@@ -134,15 +129,16 @@ def _position_of_root(
         flow_run_name=flow_run.name,
         execution=flow_run.run_count,
     )
-    resources = tags_as_related_resources(flow_run.tags)
-    resources.append(object_as_related_resource("flow-run", "flow-run", flow_run))
+    resources = [
+        *tags_as_related_resources(flow_run.tags),
+        object_as_related_resource("flow-run", "flow-run", flow_run),
+    ]
     if deployment:
         resources.append(object_as_related_resource("deployment", "deployment", deployment))
     return TrainingPosition(
         owner,
         (owner.flow_run_id,),
-        related=tuple(resource.root for resource in resources),
-        flow_name=flow_name,
+        related=tuple(resources),
     )
 
 

@@ -2,13 +2,12 @@
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from prefect.events import emit_event
+from prefect.events import RelatedResource, emit_event
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import describe_causes
@@ -18,23 +17,20 @@ from prefect_elastic_train.report.descriptions import MIN_REPORTED_WAIT_SECONDS
 from prefect_elastic_train.report.run_report import RunReport
 
 PREFIX = "elastic-train.run."
-CHECKPOINT = f"{PREFIX}checkpoint"
-
 WORKER_FAILED = f"{PREFIX}worker-failed"
 DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
 #: Events that only an attempt has that began to train or to start workers.
-ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", CHECKPOINT]
+ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", f"{PREFIX}checkpoint"]
 #: Events that may be frequent, of which only some are sent.
-FREQUENT_EVENTS = (CHECKPOINT, f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
+FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")
 
-_NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
-_MAX_TEXT = 2000
-_MAX_ITEMS = 50
-_MAX_RANKS = 1000
+#: Fields that all events of a training have.
+_COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
+#: Length of texts and of lists, such as that of failed ranks.
+_MAX_LENGTH = 2000
 
 
-@dataclass(frozen=True)
-class RunEvent:
+class RunEvent(NamedTuple):
     """A Prefect event about a run. Its name begins with ``elastic-train.run.``."""
 
     name: str
@@ -43,37 +39,33 @@ class RunEvent:
     #: Identifies the event within the run. An event that is sent twice has the same key.
     key: str
 
-    def send(self, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
+    def send(self, flow_run_id: str, related: Sequence[RelatedResource]) -> None:
         """Put this event into the queue of Prefect's client.
 
         Prefect adds the current flow run and task run with their related resources; ``related`` has further resources.
         """
-        name = self.payload["run_name"]
-        run_uri = self.payload["run_uri"]
         emit_event(
             event=self.name,
             resource={
-                "prefect.resource.id": f"elastic-train.run.{name}",
-                "prefect.resource.name": name,
-                "elastic-train.run-uri": run_uri[:500],
+                "prefect.resource.id": f"{PREFIX}{self.payload['run_name']}",
+                "prefect.resource.name": self.payload["run_name"],
+                "elastic-train.run-uri": self.payload["run_uri"][:500],
             },
             occurred=datetime.fromtimestamp(self.at, timezone.utc),
-            related=[*map(dict, related)],
+            related=[*related],
             payload=self.payload,
             # The flow run and the URI distinguish runs of one name in different storages.
-            id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{self.name}|{self.key}"),
+            id=uuid.uuid5(uuid.NAMESPACE_URL, f"{flow_run_id}|{self.payload['run_uri']}|{self.name}|{self.key}"),
         )
 
 
-def translate(event: ev.Event, report: RunReport, storage_block: str) -> list[RunEvent]:
+def translate(event: ev.Event, report: RunReport) -> list[RunEvent]:
     """Return the Prefect events to send for an event of a training that is already added to the report."""
     key = f"{event.attempt}-{event.sequence}"
-    return [
-        _run_event(report, storage_block, name, event.at, payload, key) for name, payload in _payloads(event, report)
-    ]
+    return [_run_event(report, name, event.at, payload, key) for name, payload in _payloads(event, report)]
 
 
-def end_event(report: RunReport, name: str, at: float, message: str, storage_block: str) -> RunEvent:
+def end_event(report: RunReport, name: str, at: float, message: str) -> RunEvent:
     """Return the Prefect event for the end of a training.
 
     ``name`` is the final state of the training, such as ``timed-out``, and ``message`` the reason.
@@ -81,35 +73,33 @@ def end_event(report: RunReport, name: str, at: float, message: str, storage_blo
     payload: dict[str, Any] = {"outcome": report.outcome or name, "message": message}
     if report.attempt:  # else no driver has reported on the run
         account = report.tally.account()
-        newest = report.checkpoints[-1] if report.checkpoints else None
         payload |= {
-            "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
+            "checkpoint_uri": f"{report.run_uri}/{report.checkpoints[-1].name}" if report.checkpoints else "",
             "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
             "metrics": report.metrics,
-            **report.tally.model_dump(include={*Counts.model_fields} - {"storage_wait_seconds"}),
+            **report.tally.model_dump(include={*Counts.model_fields}),
             "driver_restarts": report.driver_restarts,
             "goodput": account.goodput,
             "time": account.model_dump(),
         }
-    return _run_event(report, storage_block, name, at, payload, f"{report.attempt}-end-{at}")
+    return _run_event(report, name, at, payload, f"{report.attempt}-end-{at}")
 
 
-def _run_event(
-    report: RunReport, storage_block: str, name: str, at: float, payload: dict[str, Any], key: str
-) -> RunEvent:
-    common = {**report.model_dump(include={"run_name", "run_uri", "attempt"}), "storage_block": storage_block}
+def _run_event(report: RunReport, name: str, at: float, payload: dict[str, Any], key: str) -> RunEvent:
+    common = report.model_dump(include={"run_name", "run_uri", "attempt", "storage_block"})
     return RunEvent(f"{PREFIX}{name}", at, _bounded(common | payload), key)
 
 
 def _bounded(value: Any) -> Any:
-    """Return a value of a payload with a limited size. NaN and infinity become text: strict JSON excludes them."""
+    """Return a value of a payload with limited texts and lists. The report has limited the number of metrics.
+
+    NaN and infinity become text, because strict JSON excludes them.
+    """
     if isinstance(value, dict):
-        return {name: _bounded(item) for name, item in list(value.items())[:_MAX_ITEMS]}
+        return {name: _bounded(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, list):
-        return value[:_MAX_RANKS]
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
+    return value[:_MAX_LENGTH] if isinstance(value, str | list) else value
 
 
 def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,8 +121,7 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
         case ev.WorkerGroupStarted():
             yield "workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)}
         case ev.WorkerGroupResized():
-            fields = {"old_size", "new_size", "reason", "reports_lost", "waited_seconds"}
-            yield "resized", event.model_dump(include=fields)
+            yield "resized", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.GroupFailed():
             payload = {
                 "ranks": sorted(chain.from_iterable(cause.ranks for cause in event.causes)),
@@ -145,10 +134,9 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
         case ev.LoopWarned():
             yield event.problem, {"message": event.message, "checkpoint": loop_name(event.checkpoint)}
         case ev.WaitingForCapacity() if report.is_new_wait:
-            fields = {"possible_workers", "min_workers", "resources_per_worker", "missing"}
-            yield "waiting-for-capacity", event.model_dump(include=fields)
+            yield "waiting-for-capacity", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.StorageWaited() if event.seconds >= MIN_REPORTED_WAIT_SECONDS:
-            yield "storage-waited", event.model_dump(include={"who", "seconds", "tries", "last"})
+            yield "storage-waited", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.CheckpointCommitted():
             checkpoint = report.checkpoints[-1]
             payload = {

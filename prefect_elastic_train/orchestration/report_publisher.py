@@ -1,16 +1,13 @@
 """Publishes the report, the progress and the events of a training to Prefect.
 
-A thread does all the writing, so nothing waits for the Prefect API. Errors are counted and training continues.
+A thread does all the writing, so nothing waits for the Prefect API. After an error training continues.
 """
 
-import enum
 import math
-import re
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +15,8 @@ from typing import Any
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import TaskRunContext
+from prefect.events import RelatedResource
+from slugify import slugify
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
@@ -29,10 +28,11 @@ from prefect_elastic_train.report.run_report import RunReport
 #: Seconds between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-#: Seconds between two updates while only time passes, and between two plots of a long run, which may take a second.
+#: Seconds between two updates while only time passes.
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
+#: Seconds between two plots, each of which may take a second, and longest time that one may take.
 _PLOT_SECONDS = 60.0
 _MAX_UNSENT_EVENTS = 1000
 _MAX_KEY = 100
@@ -40,31 +40,12 @@ _MAX_KEY = 100
 _FREQUENT_SECONDS = 30.0
 
 
-def prefect_key(run_name: str, kind: str = "") -> str:
-    """Return the key of a run's Prefect artifact: its kind and the run's name, in characters that Prefect allows."""
-    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:_MAX_KEY]
-    if name != run_name:  # names that differ only in the removed characters must get different keys
-        name = f"{name}-{uuid.uuid5(uuid.NAMESPACE_URL, run_name).hex[:6]}"
-    return "-".join(part for part in ("elastic-train", kind, name) if part)
-
-
-class PublisherState(enum.Enum):
-    """The states of a publisher.
-
-    ::
-
-        PUBLISHING ──► CLOSING ──► CLOSED   close()
-             └───────► ABANDONED            abandon()
-    """
-
-    PUBLISHING = "publishing"
-    #: The last update is being written.
-    CLOSING = "closing"
-    #: The flow process no longer waits for updates. No plot may begin: matplotlib's native code aborts a process that
-    #: exits during a plot.
-    CLOSED = "closed"
-    #: Nothing is written any more.
-    ABANDONED = "abandoned"
+def prefect_key(prefix: str, name: str) -> str:
+    """Return a key for an artifact or a variable of Prefect: prefix and name, in characters that Prefect allows."""
+    slug = slugify(name, max_length=_MAX_KEY)
+    if slug != name:  # names that differ only in the removed characters must get different keys
+        slug = f"{slug}-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex[:6]}"
+    return f"{prefix}-{slug}"
 
 
 @dataclass(eq=False)
@@ -73,25 +54,24 @@ class Publisher:
 
     Attributes:
         report: The report; the publisher updates it.
+        on_error: Called with a message at the first error of publishing.
         interval_seconds: Seconds between two updates of the report while training only makes progress.
-        storage_block: Name of the saved storage block, for the payload of the Prefect events.
         flow_run_id: The flow run of the training; empty outside of flows.
         related: Resources that the Prefect events relate to, besides those that Prefect adds.
-        on_error: Called with a message at the first error of publishing.
-        errors: Number of errors of publishing.
     """
 
     report: RunReport
+    on_error: Callable[[str], None]
     interval_seconds: float = 10.0
-    storage_block: str = ""
     flow_run_id: str = ""
-    related: Sequence[Mapping[str, str]] = ()
-    on_error: Callable[[str], None] = lambda text: None
+    related: Sequence[RelatedResource] = ()
 
     def __post_init__(self) -> None:
-        self.errors = 0
-        self._state = PublisherState.PUBLISHING
+        #: Set when the last update has to be written.
         self._stopping = threading.Event()
+        #: True once the flow process no longer waits for updates. No plot may begin then: matplotlib's native code
+        #: aborts a process that exits during a plot.
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._plot_lock = threading.Lock()
@@ -101,25 +81,24 @@ class Publisher:
         self._newest = (0, 0)
         #: Seconds from one update of the artifacts to the next, as the events since then require.
         self._update_seconds = ARTIFACT_SECONDS
-        self._written_at = -math.inf
+        self._written_at = 0.0
         #: Times before which the progress, a plot or a frequent event is not written again.
-        self._due_at: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        self._due_at: dict[str, float] = {}
         self._artifacts: dict[str, uuid.UUID] = {}
         self._plots: dict[str, str] = {}
-        self._plot_interval = ARTIFACT_SECONDS
         #: True if the last update could not be written.
         self._has_failed = False
 
     def start(self) -> None:
         """Start the thread that publishes. Without this call, the report is updated but not published."""
-        self._thread = start_thread(self._run, "report")
+        self._thread = start_thread(self._run)
 
     def add(self, event: ev.Event, replayed: bool = False) -> None:
         """Add an event of the training to the report, and queue its Prefect events.
 
         A replayed event is only added to the report, because an earlier process has published it.
         """
-        with self._count_errors(), self._lock:
+        with self._catch_errors(), self._lock:
             if event.sequence and event.attempt:
                 if (event.attempt, event.sequence) <= self._newest:
                     return
@@ -130,7 +109,7 @@ class Publisher:
                 self._update_seconds = min(self._update_seconds, seconds)
             if replayed:
                 return
-            for run_event in translate(event, self.report, self.storage_block):
+            for run_event in translate(event, self.report):
                 name = run_event.name
                 self._unsent[name if name in FREQUENT_EVENTS else f"{name} {run_event.key}"] = run_event
             while len(self._unsent) > _MAX_UNSENT_EVENTS:
@@ -144,45 +123,34 @@ class Publisher:
             reason: The reason for the end.
             is_published: Queue no Prefect event: another process has sent it, or will send it.
         """
-        with self._count_errors(), self._lock:
+        with self._catch_errors(), self._lock:
             now = time.time()
             self.report.end(now, state, reason)
             if not is_published:
-                name = state.replace(" ", "-")
-                self._unsent[name] = end_event(self.report, name, now, reason, self.storage_block)
+                self._unsent["end"] = end_event(self.report, state.replace(" ", "-"), now, reason)
         self.close()
-
-    def abandon(self) -> None:
-        """Stop publishing at once, without a last update of artifacts: another process publishes the training now."""
-        self._enter(PublisherState.ABANDONED)
 
     def close(self) -> None:
         """Send the queued Prefect events, update the run's artifacts a last time, and stop publishing.
 
         Returns within some seconds even if the Prefect API does not answer, but waits for a plot that is being drawn.
         """
-        self._enter(PublisherState.CLOSING)
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0 if self._has_failed else PUBLISHER_CLOSE_SECONDS)
-        self._enter(PublisherState.CLOSED)
+        self._is_closed = True
         if self._plot_lock.acquire(timeout=_PLOT_SECONDS):
             self._plot_lock.release()
 
-    def _enter(self, state: PublisherState) -> None:
-        """Change the state of the publisher, and wake its thread: each state after PUBLISHING ends the publishing."""
-        self._state = state
-        self._stopping.set()
-
     @contextmanager
-    def _count_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
-        """Catch and count the errors of a ``with`` block, and pass a message about the first one to ``on_error``.
+    def _catch_errors(self, problem: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
+        """Catch the errors of a ``with`` block, and pass a message about the first one to ``on_error``.
 
         An error of publishing must not end the training.
         """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever the API does
-            self.errors += 1
             if not self._has_failed:
                 self._has_failed = True
                 self.on_error(f"{problem}, training continues: {type(error).__name__}: {error}")
@@ -195,7 +163,7 @@ class Publisher:
         is_last = False
         while not is_last:
             is_last = self._stopping.is_set()
-            with self._count_errors(), get_client(sync_client=True) as client:
+            with self._catch_errors(), get_client(sync_client=True) as client:
                 self._publish(client)
                 return
             self._update_seconds = ARTIFACT_SECONDS
@@ -206,8 +174,6 @@ class Publisher:
         is_closing = False
         while not is_closing:
             is_closing = self._stopping.wait(_POLL_SECONDS)
-            if self._state is PublisherState.ABANDONED:
-                return
             # Events wait here while the API is away: Prefect's own queue is lost with its connection.
             if is_closing or not self._has_failed:
                 self._send_events()
@@ -225,7 +191,7 @@ class Publisher:
     def _is_due(self, name: str, seconds: float) -> bool:
         """Return True at most once in a number of seconds for each name, and whenever the publisher is closing."""
         now = time.monotonic()
-        is_due = self._stopping.is_set() or now >= self._due_at[name]
+        is_due = self._stopping.is_set() or now >= self._due_at.get(name, 0.0)
         if is_due:
             self._due_at[name] = now + seconds
         return is_due
@@ -243,13 +209,12 @@ class Publisher:
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
                 self._put(client, "markdown", render(report, now, self._plots), summary)
             # No further plot if this one fails: matplotlib may be missing.
-            with self._count_errors("the run's report has no new plots"), self._plot_lock:
+            with self._catch_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
-                if self._state is not PublisherState.CLOSED:
+                if not self._is_closed:
                     self._plots = draw(report, now)
-                    self._due_at["plot"] = time.monotonic() + self._plot_interval
-                    self._plot_interval = min(_IDLE_SECONDS, 2 * self._plot_interval)
+                    self._due_at["plot"] = time.monotonic() + _PLOT_SECONDS
         self._put(client, "markdown", render(report, now, self._plots), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
@@ -268,12 +233,16 @@ class Publisher:
             return
         context = TaskRunContext.get()
         self._artifacts[kind] = client.create_artifact(
-            ArtifactCreate(
-                key=prefect_key(self.report.run_name, "progress" if kind == "progress" else ""),
-                type=kind,
-                data=data,
-                description=description,
-                flow_run_id=uuid.UUID(self.flow_run_id) if self.flow_run_id else None,
-                task_run_id=context.task_run.id if context else None,
+            ArtifactCreate.model_validate(
+                {
+                    "key": prefect_key(
+                        "elastic-train-progress" if kind == "progress" else "elastic-train", self.report.run_name
+                    ),
+                    "type": kind,
+                    "data": data,
+                    "description": description,
+                    "flow_run_id": self.flow_run_id or None,
+                    "task_run_id": context.task_run.id if context else None,
+                }
             )
         ).id

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from logging import INFO, WARNING
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
@@ -39,15 +39,15 @@ from prefect_elastic_train.orchestration.flow_run_state import (
     FlowRunWatch,
     enclosing_flows,
     exit_with_flow_process,
-    has_begun,
     is_ending,
-    last_log_time,
+    last_event_time,
     mark_cancelled,
     outermost_ended_flow_run,
     query_prefect,
 )
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.position import TrainingPosition
+from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS, PREFIX
 from prefect_elastic_train.orchestration.report_publisher import Publisher, prefect_key
 from prefect_elastic_train.orchestration.training_result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
@@ -79,7 +79,7 @@ class SilentEndError(AttemptFailedError):
     """
 
 
-class TrainingState(str, enum.Enum):
+class TrainingState(enum.Enum):
     """The states of a training in this process. The value of a final state is shown in the report.
 
     ::
@@ -111,15 +111,15 @@ class TrainingState(str, enum.Enum):
 _OPEN_STATES = (TrainingState.RUNNING, TrainingState.WAITING, TrainingState.DETACHING)
 
 
-class Ending(NamedTuple):
-    """The final state of a training, and the reason."""
+#: Reasons for final states that an error does not explain.
+_REASONS = {
+    TrainingState.DETACHED: "the flow process was stopped; the job continues",
+    TrainingState.INTERRUPTED: "the flow process was stopped; its commits are kept",
+}
 
-    state: TrainingState
-    reason: str = ""
 
-
-def classify_end(error: BaseException, is_detached: bool, is_end_requested: Callable[[], bool]) -> Ending:
-    """Return the final state and the reason of a training that this error ended.
+def classify_end(error: BaseException, is_detached: bool, is_end_requested: Callable[[], bool]) -> TrainingState:
+    """Return the final state of a training that this error ended.
 
     Args:
         error: The error that ends the training.
@@ -128,21 +128,18 @@ def classify_end(error: BaseException, is_detached: bool, is_end_requested: Call
     """
     match error:
         case SilentEndError() | Abort():
-            return Ending(TrainingState.TAKEN_OVER)
+            return TrainingState.TAKEN_OVER
         case _ if is_detached:
-            return Ending(TrainingState.DETACHED, "the flow process was stopped; the job continues")
+            return TrainingState.DETACHED
         case TimeoutError():
-            return Ending(TrainingState.TIMED_OUT, str(error))
+            return TrainingState.TIMED_OUT
         case AttemptFailedError(outcome=Outcome.CANCELLED) | KeyboardInterrupt() | asyncio.CancelledError():
-            return Ending(TrainingState.CANCELLED, str(error))
-        case AttemptFailedError():
-            return Ending(TrainingState.FAILED, str(error))
+            return TrainingState.CANCELLED
         case Exception():
-            return Ending(TrainingState.FAILED, f"{type(error).__name__}: {error}")
+            return TrainingState.FAILED
     # A cancellation and the loss of a machine send the same signal, so the state of the flow runs decides.
-    if (isinstance(error, Stop) and error.flow_run_id) or is_end_requested():
-        return Ending(TrainingState.CANCELLED, str(error))
-    return Ending(TrainingState.INTERRUPTED, "the flow process was stopped; its commits are kept")
+    is_cancelled = (isinstance(error, Stop) and error.flow_run_id) or is_end_requested()
+    return TrainingState.CANCELLED if is_cancelled else TrainingState.INTERRUPTED
 
 
 @dataclass(eq=False)
@@ -175,11 +172,9 @@ class Training(Follower):
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
         self._state = TrainingState.CREATED
-        self._called_at = time.monotonic()
+        #: End of the time limit, in seconds since the epoch; 0: no limit.
+        self._ends_at = time.time() + self.timeout_seconds if self.timeout_seconds else 0.0
         self._interruptions = count_signals()
-        self._terminations = count_signals(signal.SIGTERM)
-        #: The flow runs around the current attempt.
-        self._flows: list[FlowRunContext] = []
         #: Driver restarts that the run's records leave.
         self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
@@ -197,8 +192,6 @@ class Training(Follower):
 
         After a retryable error, processes, cluster and report are kept for the next attempt. Otherwise they are closed.
         """
-        self._flows = list(enclosing_flows())
-        exit_with_flow_process(self._flows)
         if self._state is TrainingState.CREATED:
             self._enter(TrainingState.RUNNING)
         try:
@@ -208,7 +201,6 @@ class Training(Follower):
             self._idle_attempts += 1
             ended = self._run_driver()
         except BaseException as error:
-            self._log.close()
             if isinstance(error, AttemptFailedError) and error.retryable:
                 if self._may_retry():
                     self._enter(TrainingState.WAITING)
@@ -216,7 +208,6 @@ class Training(Follower):
                     raise
                 error.final = True
             return self._fail(error)
-        self._log.close()
         self._enter(TrainingState.COMPLETED, is_published=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
@@ -248,13 +239,13 @@ class Training(Follower):
             self._watch.close()
             self._processes.close()
         finally:  # also if a runner's signal interrupts the closing
-            if state is TrainingState.TAKEN_OVER:
-                self._publisher.abandon()
-            else:
-                self._publisher.end(state.value, reason, is_published or state is TrainingState.DETACHED)
+            is_published = is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
+            self._publisher.end(state.value, reason, is_published)
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
+        self._flows = list(enclosing_flows())
+        exit_with_flow_process(self._flows)
         settings = get_settings()
         flow_run_ids = self.position.flow_run_ids
         flow_run_id = flow_run_ids[0] if flow_run_ids else ""
@@ -264,48 +255,51 @@ class Training(Follower):
             score_attribute=self.blocks.checkpoints.score_attribute,
             score_order=self.blocks.checkpoints.score_order,
             flow_run_url=(url_for("flow-run", flow_run_id) if flow_run_id else "") or "",
+            storage_block=saved_name(self.blocks.storage),
         )
         self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
         self._publisher = Publisher(
             report,
+            self._log.note,
             interval_seconds=settings.report_interval_seconds,
-            storage_block=saved_name(self.blocks.storage),
             flow_run_id=flow_run_id,
             related=self.position.related,
-            on_error=self._log.note,
         )
         if settings.reporting:
             self._publisher.start()
         self._watch = FlowRunWatch(flow_run_ids, settings.flow_run_check_seconds)
         self._processes = TrainingProcesses(settings, self)
 
-    def _end(self, error: BaseException) -> Ending:
-        """Stop the processes of a training that ``error`` ends, and publish its end. Return final state and reason.
+    def _end(self, error: BaseException) -> TrainingState:
+        """Stop the processes of a training that ``error`` ends, and publish its end. Return the final state.
 
         Between two attempts, also stop the Ray job that the last attempt could no longer follow, unless it may continue
         without this process.
         """
         if self._state is TrainingState.WAITING and not self._may_detach(error):
             self._processes.stop_job()
-        ending = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
-        self._enter(*ending)
-        return ending
+        state = classify_end(error, self._state is TrainingState.DETACHING, self._is_end_requested)
+        is_explained = isinstance(error, AttemptFailedError) or not isinstance(error, Exception)
+        self._enter(state, _REASONS.get(state) or (str(error) if is_explained else f"{type(error).__name__}: {error}"))
+        return state
 
     def _fail(self, error: BaseException) -> State[Any]:
         """Close the training after an error that no attempt follows: stop its processes, and publish its end.
 
         Return the state Cancelled for a cancelled training; otherwise raise the error.
         """
-        ending = self._end(error)
+        state = self._end(error)
+        reason = str(error) or "its flow process was stopped"
         if isinstance(error, Stop) and error.flow_run_id:
             error = self._flow_run_error(error)
-        if ending.state is TrainingState.CANCELLED and not self.submitted:
+        if state is TrainingState.CANCELLED and not self.submitted:
             self.cancellation = error  # the flow raises it after its task is Cancelled
             if transaction := get_transaction():  # an enclosing transaction would roll the state back
                 transaction.commit_mode = CommitMode.EAGER
-            reason = ending.reason or "its flow process was stopped"
-            hint = "a Retry of the flow run resumes from the last checkpoint, if any"
-            return Cancelled(message=f"The training was cancelled: {reason}; {hint}")
+            return Cancelled(
+                message=f"The training was cancelled: {reason}; a Retry of the flow run resumes from the last "
+                "checkpoint, if any"
+            )
         if self.submitted and isinstance(error, SilentEndError):
             raise Abort(str(error))  # with a future, no call of elastic_train converts it
         raise error
@@ -329,8 +323,8 @@ class Training(Follower):
         The cluster is supervised meanwhile, which Prefect's own retry delay would not do.
         """
         if self._idle_attempts:
-            delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
-            seconds = delay * random.uniform(1.0, 1.2)
+            seconds = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
+            seconds *= random.uniform(1.0, 1.2)
             self._log.note(f"The next driver starts in {seconds:.0f} s")
             self._processes.wait(seconds)
         self._reload_blocks()
@@ -338,7 +332,10 @@ class Training(Follower):
     def _run_driver(self) -> AttemptEnded:
         """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error."""
         self.check_stop()
-        ended = self._processes.run_attempt(self._next_spec())
+        try:
+            ended = self._processes.run_attempt(self._next_spec())
+        finally:
+            self._log.close()
         if not ended.sequence:
             # The driver sent no final event. The time since its last event is not counted.
             self._publisher.add(ended.model_copy(update={"at": self._publisher.report.last_event_at or ended.at}))
@@ -351,17 +348,15 @@ class Training(Follower):
         """Return the spec of the next driver: run request, blocks and time limit."""
         request = self.request
         if request.resumed and not request.begun:  # perhaps in an earlier process
-            begun = query_prefect(has_begun, request.run_name, request.owner.flow_run_id)
-            request = replace(request, begun=bool(begun))
+            request = replace(request, begun=bool(self._last_event_time(event={"name": ATTEMPT_EVENTS})))
         storage_block = saved_name(self.blocks.storage)
-        if storage_block and self.blocks.storage.preflight and not request.known_storage[1]:
-            variable = prefect_key(storage_block, "storage")
+        if storage_block and self.blocks.storage.preflight:
+            variable = prefect_key("elastic-train-storage", storage_block)
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-            if uri is not None:  # else the next attempt tries again
-                request = replace(request, known_storage=(uri, variable))
+            request = replace(request, known_storage=(uri or "", variable))  # empty: not known, or no answer
         self.request = request
-        ends_at = time.time() + self._called_at - time.monotonic() + self.timeout_seconds if self.timeout_seconds else 0
-        return driver_spec(request, self.blocks, previous_end=self._publisher.report.last_end, ends_at=ends_at)
+        spec = driver_spec(request, self.blocks)
+        return replace(spec, previous_end=self._publisher.report.last_end, ends_at=self._ends_at)
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
@@ -370,12 +365,14 @@ class Training(Follower):
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the API does
-            name = self.request.run_name
-            problem = f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}"
-            self._log.note(f"{problem}. They are used as they were at the attempt before", WARNING)
+            self._log.note(
+                f"the blocks of training {self.request.run_name!r} cannot be loaded now: {type(error).__name__}: "
+                f"{error}. They are used as they were at the attempt before",
+                WARNING,
+            )
             return
         blocks = self.blocks._replace(**loaded)
-        if [*map(dict, blocks)] != [*map(dict, self.blocks)]:
+        if blocks != self.blocks:
             self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
         self.blocks = blocks
 
@@ -391,8 +388,7 @@ class Training(Follower):
             self.request = replace(self.request, begun=True)
             known_uri, variable = self.request.known_storage
             uri = event.run_uri.rpartition("/")[0]
-            if variable and uri != known_uri:
-                self.request = replace(self.request, known_storage=(uri, variable))
+            if variable and uri != known_uri:  # the next attempt reads it again
                 # Without ``_sync``, ``set`` returns a coroutine in an async flow.
                 query_prefect(lambda _: Variable.set(variable, uri, overwrite=True, _sync=True))  # type: ignore[call-arg]
         self._publisher.add(event, replayed)
@@ -418,7 +414,7 @@ class Training(Follower):
             raise Stop
         if self._watch.ended:
             raise Stop(self._watch.ended)
-        if self.timeout_seconds is not None and time.monotonic() - self._called_at > self.timeout_seconds:
+        if self._ends_at and time.time() > self._ends_at:
             raise TrainingTimeoutError(
                 f"training {self.request.run_name!r} was stopped after timeout_seconds={self.timeout_seconds:g}; its "
                 "commits are kept, and a retry of the flow run resumes from there",
@@ -435,17 +431,24 @@ class Training(Follower):
         return self._state is TrainingState.DETACHING
 
     def logged_until(self) -> float:
-        """Return the time up to which an earlier process has logged this training's events (seconds since the epoch).
+        """Return the time up to which an earlier process has published this training's events, 0 if there is none."""
+        return self._last_event_time()
 
-        It is the current time if there is no such process, or if the Prefect API does not answer.
+    def _last_event_time(self, **more: Any) -> float:
+        """Return the time of the newest Prefect event of this run, as :func:`last_event_time` does.
+
+        ``more`` are further conditions for the event. It is 0 also if the Prefect API does not answer.
         """
-        return query_prefect(last_log_time, self.request.run_name, self.position.flow_run_ids) or time.time()
+        # Other flow runs may have runs of the same name in other storages.
+        flow_run = f"prefect.flow-run.{self.request.owner.flow_run_id}"
+        own = {"resource": {"id": [f"{PREFIX}{self.request.run_name}"]}, "related": {"id": [flow_run]}}
+        return query_prefect(last_event_time, own | more) or 0.0
 
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread
         # Prefect's own signal handler raises; in other threads only `count_signals` has the signal.
-        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > self._terminations
-        return terminated and classify_end(reason, False, self._is_end_requested).state is TrainingState.INTERRUPTED
+        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > 0
+        return terminated and classify_end(reason, False, self._is_end_requested) is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:
         return self.cancelled.is_set() or count_signals() > self._interruptions or any(map(is_ending, self._flows))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -26,7 +24,6 @@ from prefect.logging import get_run_logger
 from typing_extensions import Unpack
 
 from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
-from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 from prefect_elastic_train.orchestration.arguments import (
@@ -97,7 +94,7 @@ class _ElasticTrain:
                 "elastic_train() blocks the event loop until the training ends: use `await aelastic_train(...)` instead"
             )
         with _closing(training):
-            result: TrainingResult = _configured(_elastic_train_task, training)(training)
+            result: TrainingResult = _task(training)(training)
         return result
 
     def submit(self, train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> PrefectFuture[TrainingResult]:
@@ -108,7 +105,7 @@ class _ElasticTrain:
         training = make_training(train_loop, **options)
         training.submitted = True
         watch_signals()
-        future: PrefectFuture[TrainingResult] = _configured(_elastic_train_task, training).submit(training)
+        future: PrefectFuture[TrainingResult] = _task(training).submit(training)
         future.add_done_callback(lambda _: training.close())
         return future
 
@@ -124,30 +121,32 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
     watch_signals()
     interrupts = count_signals(signal.SIGINT)
     training = make_training(train_loop, **options)
-    try:
-        with _closing(training):
-            result: TrainingResult = await _configured(_aelastic_train_task, training)(training)
-    except asyncio.CancelledError:
-        if count_signals(signal.SIGINT) > interrupts:
-            # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
-            raise KeyboardInterrupt from None
-        raise
-    return result
+    # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
+    with _closing(training), ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
+        result: asyncio.Future[TrainingResult] = asyncio.get_running_loop().run_in_executor(
+            thread, contextvars.copy_context().run, _task(training), training
+        )
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            training.cancelled.set()
+            await asyncio.wait([result])
+            if count_signals(signal.SIGINT) > interrupts:
+                # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
+                raise KeyboardInterrupt from None
+            raise
 
 
 def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Training:
     """Check the arguments of ``elastic_train``, load the blocks, and return the numbered training, not yet started."""
     check_options(options)
-    get_settings()  # raises if a setting is not allowed, even if no block is looked up
     values: dict[str, Any] = {**options}
-    loaded: dict[str, Any] = {}
-    saved: dict[str, str] = {}
-    for argument in Blocks._fields:
-        value = values.get(argument)
-        block = load_block(argument, os.path.abspath(value) if isinstance(value, Path) else value)
-        loaded[argument] = block
-        if block is not value and saved_name(block):
-            saved[argument] = saved_name(block)
+    loaded = {argument: load_block(argument, values.get(argument)) for argument in Blocks._fields}
+    saved = {
+        argument: saved_name(block)
+        for argument, block in loaded.items()
+        if block is not values.get(argument) and saved_name(block)
+    }
     payload = pickle_payload(make_payload(train_loop, options))
     position = count_training()  # after the checks, so that a refused training is not counted
     request = make_request(train_loop, options, payload, position)
@@ -173,13 +172,13 @@ def _closing(training: Training) -> Iterator[None]:
         training.close(sys.exc_info()[1])
 
 
-def _configured(template: Any, training: Training) -> Any:
-    """Return the Prefect task ``template`` with the run's name, and with a retry for each driver restart in the budget.
+def _task(training: Training) -> Any:
+    """Return the Prefect task of a training, with the run's name and a retry for each driver restart in the budget.
 
     The training updates the number of retries after each attempt.
     """
     # No delay by Prefect, which has a default in its settings: the training waits itself, and supervises the cluster.
-    return template.with_options(
+    return _elastic_train_task.with_options(
         task_run_name=training.request.run_name,
         retries=training.blocks.failures.driver_restarts,
         retry_delay_seconds=0,
@@ -189,17 +188,3 @@ def _configured(template: Any, training: Training) -> Any:
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 def _elastic_train_task(training: Training) -> TrainingResult | State[Any]:
     return training.attempt()
-
-
-@task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
-async def _aelastic_train_task(training: Training) -> TrainingResult | State[Any]:
-    # The event loop's own thread pool is small, and other trainings may occupy it for weeks.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
-        run = contextvars.copy_context().run
-        attempt = asyncio.get_running_loop().run_in_executor(thread, run, training.attempt)
-        try:
-            return await asyncio.shield(attempt)
-        except asyncio.CancelledError:
-            training.cancelled.set()
-            await asyncio.wait([attempt])
-            raise

@@ -36,8 +36,7 @@ def absolute_loop_name(name: str) -> str:
 
     An import path such as ``package.module:function`` is returned unchanged.
     """
-    module, _, function = name.rpartition(":")
-    return f"{os.path.abspath(os.path.expanduser(module))}:{function}" if module.endswith(".py") else name
+    return os.path.abspath(os.path.expanduser(name)) if ".py:" in name else name
 
 
 def check_loop_name(name: str) -> None:

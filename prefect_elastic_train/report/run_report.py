@@ -123,6 +123,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     score_order: str = "max"
     totals: dict[str, Any] = {}  # amounts of work from the loop's configuration
     flow_run_url: str = ""
+    storage_block: str = ""  # name of the saved storage block
     run_uri: str = ""
     started_from: str = ""
     dashboard_url: str = ""
@@ -172,8 +173,8 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
     @property
     def is_live(self) -> bool:
-        """True until the training has ended or is left to its Ray job."""
-        return self.state not in ("completed", "left to its job", *_OUTCOMES)
+        """True until the training has ended, or another process or its Ray job continues it."""
+        return self.state not in ("completed", "left to its job", "taken over", *_OUTCOMES)
 
     @property
     def best(self) -> Checkpoint | None:
@@ -188,7 +189,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         The settings of this process stay, such as the run's name and links, and the current state.
         """
         local = {"run_name", "score_attribute", "score_order", "totals"}
-        local |= {"flow_run_url", "dashboard_url", "state", "detail"}
+        local |= {"flow_run_url", "storage_block", "dashboard_url", "state", "detail"}
         with suppress(ValidationError):  # written by another version
             recalled = RunReport.model_validate(event.report | self.model_dump(include=local))
             vars(self).update(vars(recalled))

@@ -125,7 +125,7 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
     assert run.parameters["train_loop_config"]["optimizer"] == {"lr": 0.002, "name": "sgd"}
     assert TOKEN not in run.model_dump_json() + out + log
 
-    resumed = CliRunner().invoke(app, ["resume", run.name])
+    resumed = CliRunner().invoke(app, ["resume", str(run.id)])
     assert resumed.exit_code == 1
     assert f"flow run {run.name} is Completed: there is nothing left to resume" in resumed.stderr
 

@@ -203,10 +203,10 @@ def _sent_events() -> Iterator[tuple[str, prefect_events.RunEvent]]:
     report = RunReport(run_name="run", score_attribute="accuracy")
     for event in _EXAMPLES:
         report.add(event)
-        for sent in prefect_events.translate(event, report, ""):
+        for sent in prefect_events.translate(event, report):
             yield _summary(type(event)), sent
     for end in ("cancelled", "completed", "failed", "interrupted", "timed-out"):
-        yield "The training ended in this state.", prefect_events.end_event(report, end, 0.0, "", "")
+        yield "The training ended in this state.", prefect_events.end_event(report, end, 0.0, "")
 
 
 #: One of each event that is sent to Prefect.

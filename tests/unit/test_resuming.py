@@ -1,4 +1,4 @@
-"""`elastic-train resume`: which flow run is meant, and what is refused."""
+"""`elastic-train resume`: what is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed, Running
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.flow_run_resume import find_flow_run, resume
+from prefect_elastic_train.orchestration.flow_run_resume import resume
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN
 
 
@@ -28,14 +28,3 @@ def test_a_flow_run_that_no_runner_takes_is_refused_with_what_to_do_after_it_is_
         list(resume(api, flow_run.id))
     [call] = api.set_flow_run_state.mock_calls
     assert call.args[1].name == "Lost"
-
-
-def test_the_name_of_a_flow_run_is_enough_if_it_has_only_one() -> None:
-    api: Any = Mock()
-    api.read_flow_runs.return_value = [Mock(id=UUID(FLOW_RUN))]
-    assert find_flow_run(api, "nightly") == UUID(FLOW_RUN)
-    assert api.read_flow_runs.call_args.kwargs["flow_run_filter"].name.any_ == ["nightly"]
-    for found, problem in ([], "no flow run is"), ([1, 2], "several flow runs are"):
-        api.read_flow_runs.return_value = found
-        with pytest.raises(ConfigurationError, match=f"{problem} called 'nightly': use the id"):
-            find_flow_run(api, "nightly")

@@ -53,7 +53,7 @@ class Supervisor:
             self.events.append(said)
             log.event(said)
             self.report.add(said)
-            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, "")]
+            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report)]
         ended = self.events[-1]
         assert isinstance(ended, AttemptEnded)
         return TrainingResult.model_validate(ended.result)

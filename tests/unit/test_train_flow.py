@@ -3,11 +3,12 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.utilities.callables import parameter_schema
 
-from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster, train_flow
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.train_loops import (
     LOOP_PATTERN,
@@ -75,14 +76,15 @@ def test_a_saved_block_is_trained_with_by_name_and_one_that_is_unsaved_or_was_ch
     saved: ElasticScaling,
 ) -> None:
     assert train_flow._argument(saved) == "elastic-scaling/lab"
-    for block in (RayCluster(), saved.model_copy(update={"max_workers": 8})):
+    for block in (
+        LocalStorage(path="/runs"),
+        ElasticScaling(max_workers=2),
+        saved.model_copy(update={"max_workers": 8}),
+    ):
         assert train_flow._argument(block) is block
 
 
-def test_what_is_left_as_it_is_in_the_form_is_for_the_settings_to_say(saved: ElasticScaling) -> None:
-    given, default = train_flow._argument, train_flow.DEFAULT_SCALING
-    assert given(default, default) is None
-    assert given(ElasticScaling(), default) is None, "as it comes back from a server"
-    other = ElasticScaling(max_workers=2)
-    assert given(other, default) is other
-    assert given(saved, default) == given(saved, saved) == "elastic-scaling/lab", "somebody has picked it"
+@pytest.mark.parametrize("block", [train_flow.DEFAULT_SCALING, RayCluster(), FailureBudget(), CheckpointPolicy()])
+def test_what_is_left_as_it_is_in_the_form_is_for_the_settings_to_say(block: Any) -> None:
+    assert train_flow._argument(block) is None
+    assert train_flow._argument(type(block)(**dict(block))) is None, "as it comes back from a server"

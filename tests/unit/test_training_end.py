@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -36,31 +35,28 @@ def _loop() -> None:
     """A train loop."""
 
 
-@pytest.mark.parametrize(
-    ("error", "wanted", "end"),
-    [
-        (TerminationSignal(signal=15), True, "cancelled"),
-        (TerminationSignal(signal=15), False, "interrupted"),
-        (KeyboardInterrupt(), False, "cancelled"),
-        (asyncio.CancelledError(), False, "cancelled"),
-        (TimeoutError("the flow's own"), False, "timed out"),
-        (TrainingTimeoutError("late", outcome=Outcome.TIMED_OUT), False, "timed out"),
-        (Stop(), True, "cancelled"),
-        (Stop(), False, "interrupted"),
-        (Stop("1"), False, "cancelled"),
-        (SilentEndError("taken over", outcome=Outcome.SUPERSEDED), False, "taken over"),
-        (Abort("taken over"), False, "taken over"),
-        (AttemptFailedError("stopped", outcome=Outcome.CANCELLED), False, "cancelled"),
-        (AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST), True, "failed"),
-        (ValueError("a bug"), True, "failed"),
+#: Errors by the end of a training that they cause, if its job does not go on. Empty: it depends on who wanted the end.
+ENDS: dict[str, list[BaseException]] = {
+    "": [TerminationSignal(signal=15), Stop()],
+    "cancelled": [
+        Stop("1"),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        AttemptFailedError("stopped", outcome=Outcome.CANCELLED),
     ],
-)
-def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
-    error: BaseException, wanted: bool, end: str
-) -> None:
-    assert classify_end(error, False, lambda: wanted).state.value == end
-    detached = classify_end(error, True, lambda: wanted).state.value
-    assert detached == ("taken over" if end == "taken over" else "left to its job")
+    "timed out": [TimeoutError("the flow's own"), TrainingTimeoutError("late", outcome=Outcome.TIMED_OUT)],
+    "taken over": [Abort("taken over"), SilentEndError("taken over", outcome=Outcome.SUPERSEDED)],
+    "failed": [ValueError("a bug"), AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST)],
+}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(end: str, wanted: bool) -> None:
+    for error in ENDS[end]:
+        detached = classify_end(error, True, lambda: wanted).value
+        assert detached == ("taken over" if end == "taken over" else "left to its job")
+        assert classify_end(error, False, lambda: wanted).value == (end or ("cancelled" if wanted else "interrupted"))
 
 
 @pytest.mark.parametrize(
@@ -74,57 +70,40 @@ def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(
     ],
 )
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
-    processes: _Processes, reason: BaseException, terminated: bool, goes_on: bool
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, reason: BaseException, terminated: bool, goes_on: bool
 ) -> None:
     training: Any = make_training(_loop)
     training._enter(TrainingState.RUNNING)
     training._is_end_requested = lambda: False
-    training._terminations -= terminated
+    monkeypatch.setattr(supervision, "count_signals", lambda *numbers: int(terminated))
     assert training.keeps_job(reason) is goes_on
     assert (training._state is TrainingState.DETACHING) is goes_on
 
 
-class _Processes:
-    """Stands for the processes of a training. Plays the events of its attempts, and records what is done to them."""
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The processes of the test's training, which play its ``attempts`` in a task of Prefect and are shown nowhere."""
+    played = Mock()
 
-    def __init__(self) -> None:
-        self.attempts: list[list[Any]] = []
-        self.specs: list[Any] = []
-        self.waits: list[float] = []
-        self.done = Counter[str]()
-        self.training: Any = None
-
-    def make(self, settings: Any, training: Training) -> _Processes:
-        self.training = training
-        return self
-
-    def run_attempt(self, spec: Any) -> Event:
-        self.specs.append(spec)
-        *events, ended = self.attempts.pop(0)
+    def run_attempt(spec: Any) -> Event:
+        *events, ended = played.attempts.pop(0)
         for event in events:
-            self.training.on_event(event, False)
+            played.make.call_args.args[1].on_event(event, False)
         return ended
 
-    def wait(self, seconds: float) -> None:
-        self.waits.append(seconds)
-
-    def stop_job(self) -> None:
-        self.done["stop_job"] += 1
-
-    def close(self) -> None:
-        self.done["close"] += 1
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> _Processes:
-    """The processes of the test's training, whose attempts run in a task of Prefect and are shown nowhere."""
-    played = _Processes()
+    played.run_attempt.side_effect = run_attempt
+    played.make.return_value = played
     context = SimpleNamespace(task_run=SimpleNamespace(run_count=1), task=SimpleNamespace(retries=0))
     monkeypatch.setattr(supervision.TaskRunContext, "get", lambda: context)
     monkeypatch.setattr(supervision, "get_run_logger", lambda: logging.getLogger("run"))
     monkeypatch.setattr(supervision, "get_settings", lambda: ElasticTrainSettings(reporting=False))
     monkeypatch.setattr(supervision, "TrainingProcesses", played.make)
     return played
+
+
+def _specs(processes: Mock) -> list[Any]:
+    """The specs of the drivers that were started."""
+    return [call.args[0] for call in processes.run_attempt.mock_calls]
 
 
 COMMITTED = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1)
@@ -141,22 +120,22 @@ def _fail(training: Training) -> AttemptFailedError:
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_once_if_it_has_committed_anything(
-    processes: _Processes, commits: bool
+    processes: Mock, commits: bool
 ) -> None:
     processes.attempts = [[COMMITTED, LOST] if commits else [LOST], [COMPLETED]]
     training = make_training(_loop, failures=FailureBudget(driver_restart_delay_seconds=40))
     assert "cluster_lost: no cluster answers" in str(_fail(training))
-    assert (processes.done, processes.waits) == ({}, [])
+    assert not processes.close.called
     result: Any = training.attempt()
     assert result.run_name == "mnist"
-    assert processes.waits == [] if commits else 40 <= processes.waits[0] <= 48
-    assert processes.done == {"close": 1}
-    assert [spec.previous_end for spec in processes.specs] == ["", "cluster_lost: no cluster answers"]
+    assert [40 <= call.args[0] <= 48 for call in processes.wait.mock_calls] == [True] * (not commits)
+    processes.close.assert_called_once()
+    assert [spec.previous_end for spec in _specs(processes)] == ["", "cluster_lost: no cluster answers"]
 
 
 @pytest.mark.parametrize(("commits", "retryable"), [([1, 1, 1, 1], True), ([1, 0, 0, 1], True), ([1, 0, 0, 0], False)])
 def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_still_has_of_retries(
-    processes: _Processes, commits: list[int], retryable: bool
+    processes: Mock, commits: list[int], retryable: bool
 ) -> None:
     begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist", left={"driver restart": 1000})
     processes.attempts = [[begun, *[COMMITTED] * committed, LOST] for committed in commits]
@@ -167,20 +146,21 @@ def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_sti
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("interrupt", [Training.attempt, lambda training: training.close(KeyboardInterrupt())])
 def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(
-    processes: _Processes, monkeypatch: pytest.MonkeyPatch, goes_on: bool, interrupt: Callable[[Training], object]
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, goes_on: bool, interrupt: Callable[[Training], object]
 ) -> None:
     processes.attempts = [[LOST]]
     training = make_training(_loop)
     _fail(training)
     monkeypatch.setattr(training, "_may_detach", lambda reason: goes_on)
-    monkeypatch.setattr(processes, "wait", lambda seconds: 1 / 0)
+    processes.wait.side_effect = ZeroDivisionError
     with suppress(ZeroDivisionError):
         interrupt(training)
-    assert processes.done == {"close": 1, **({} if goes_on else {"stop_job": 1})}
+    processes.close.assert_called_once()
+    assert processes.stop_job.called is not goes_on
 
 
 def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_and_the_log_tells_of_changes(
-    processes: _Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     changed = ElasticScaling(max_workers=9)
     load = Mock(side_effect=[ElasticScaling(), changed, changed, ConnectionError("no answer")])
@@ -191,7 +171,7 @@ def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_an
     with caplog.at_level(logging.INFO, "run"):
         for _ in range(5):
             _fail(training)
-    assert [spec.scaling.max_workers for spec in processes.specs] == [1, 1, 9, 9, 9]
+    assert [spec.scaling.max_workers for spec in _specs(processes)] == [1, 1, 9, 9, 9]
     notes = [text for text in caplog.messages if "block" in text]
     assert notes[0] == "A saved block has changed since the previous attempt; this attempt uses the new values"
     assert "cannot be loaded now: ConnectionError: no answer. They are used as they were" in notes[1]
@@ -200,7 +180,7 @@ def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_an
 
 @pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
 def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised(
-    processes: _Processes, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
 ) -> None:
     raised = 'Traceback (most recent call last):\n  File "train.py", line 3, in loop\nValueError: the data is bad'
     broken = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4183"
@@ -208,32 +188,32 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist")
     failed = WorkerFailed(causes=causes, retried=outcome is not Outcome.USER_ERROR)
     processes.attempts = [[begun, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
-    monkeypatch.setattr(task, "_configured", lambda template, training: Training.attempt)
+    monkeypatch.setattr(task, "_task", lambda training: Training.attempt)
     with pytest.raises(AttemptFailedError) as error:
         elastic_train(_loop)
     assert str(error.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
 
 
 def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_its_cluster_is_ended(
-    processes: _Processes, monkeypatch: pytest.MonkeyPatch
+    processes: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(training: Training) -> None:
         _fail(training)
         raise KeyboardInterrupt
 
     processes.attempts = [[LOST]]
-    monkeypatch.setattr(processes, "close", Mock(side_effect=TerminationSignal(signal=15)))
-    monkeypatch.setattr(task, "_configured", lambda template, training: interrupted)
+    processes.close.side_effect = TerminationSignal(signal=15)
+    monkeypatch.setattr(task, "_task", lambda training: interrupted)
     with pytest.raises(TerminationSignal):
         elastic_train(_loop)
-    assert processes.training._publisher.report.state == "cancelled"
+    assert processes.make.call_args.args[1]._publisher.report.state == "cancelled"
 
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_call_that_holds_an_event_loop_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
-    monkeypatch.setattr(task, "_configured", lambda template, training: lambda training: "trained")
+    monkeypatch.setattr(task, "_task", lambda training: lambda training: "trained")
     monkeypatch.setattr(task, "get_run_logger", lambda: logging.getLogger("run"), raising=False)
 
     async def train() -> Any:
@@ -243,24 +223,32 @@ def test_a_call_that_holds_an_event_loop_says_so(
     assert ("await aelastic_train(...)" in caplog.text) is is_async
 
 
-@pytest.mark.parametrize(
-    ("state", "marked"), [(Cancelling(), [0, 1]), (Failed(), [0]), (AwaitingRetry(), [0]), (Running(), [0])]
-)
-def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any, marked: list[int]) -> None:
+@pytest.mark.parametrize("state", [Cancelling(), Failed(), AwaitingRetry(), Running()])
+def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any) -> None:
     ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
     client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
     flow_run_state.mark_cancelled(client, ids)
-    assert [str(call.args[0]) for call in client.set_flow_run_state.mock_calls] == [ids[number] for number in marked]
+    marked = [str(call.args[0]) for call in client.set_flow_run_state.mock_calls]
+    assert marked == (ids if state.is_cancelling() else ids[:1])
 
 
-def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_something() -> None:
-    own, other = UUID(int=1), UUID(int=2)
-    at, client = {own: 100, other: 900}, Mock()
-    client.read_task_runs = lambda flow_run_filter, **_: [SimpleNamespace(id=one) for one in flow_run_filter.id.any_]
-    client.read_logs = lambda logs, **_: [
-        SimpleNamespace(timestamp=datetime.fromtimestamp(at[logs.task_run_id.any_[0]]))
-    ]
-    assert flow_run_state.last_log_time(client, "mnist", [str(own)]) == 98
+@pytest.mark.parametrize(("published", "until"), [([100, 90], 100.0), ([], 0.0), (None, 0.0)])
+def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_its_beginning_without_one(
+    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, until: float
+) -> None:
+    training = make_training(_loop, run_name="mnist")
+    client = Mock()
+    if published is None:
+        client.read_events.side_effect = ConnectionError
+    else:
+        client.read_events.return_value.events = [
+            SimpleNamespace(occurred=datetime.fromtimestamp(at)) for at in published
+        ]
+    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    assert training.logged_until() == pytest.approx(until, abs=1e-5)
+    wanted = client.read_events.call_args.args[0]
+    assert wanted.resource.id == ["elastic-train.run.mnist"]
+    assert wanted.related.id == [f"prefect.flow-run.{training.request.owner.flow_run_id}"]
 
 
 @pytest.mark.parametrize(("detached", "ends"), [([], True), ([False, True], True), ([False], False)])

@@ -34,7 +34,7 @@ from prefect_elastic_train.core.outcomes import may_retry
 from prefect_elastic_train.driver.user_code import make_datasets
 from prefect_elastic_train.orchestration.arguments import TrainOptions, driver_spec
 from prefect_elastic_train.orchestration.supervision import attempt_error
-from prefect_elastic_train.orchestration.task import _configured, _elastic_train_task, elastic_train, make_training
+from prefect_elastic_train.orchestration.task import _elastic_train_task, _task, elastic_train, make_training
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(monke
     # As by PREFECT_TASKS_DEFAULT_RETRY_DELAY_SECONDS.
     monkeypatch.setattr(_elastic_train_task, "retry_delay_seconds", 600)
     failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
-    task = _configured(_elastic_train_task, make_training(loop, failures=failures, run_name="mnist"))
+    task = _task(make_training(loop, failures=failures, run_name="mnist"))
     assert (task.retries, task.retry_delay_seconds) == (4, 0)
     assert (task.retry_condition_fn, task.task_run_name) == (may_retry, "mnist")
 
