@@ -311,7 +311,7 @@ def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
 ) -> None:
     rays, relaxed = controller.RaysTrainController, list[Any]()
     monkeypatch.setattr(rays, "_relax_collectives_during_preemption", lambda self, info: relaxed.append(info))
-    monkeypatch.setattr(controller, "query_workers", lambda workers, function, seconds: answers)
+    monkeypatch.setattr(controller, "query_workers", lambda workers, function: answers)
     made = controller.TrainController.__new__(controller.TrainController)
     made._run_config = RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=asked))
     made._worker_group = SimpleNamespace(get_workers=list)
