@@ -237,7 +237,7 @@ def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(c
     died = WorkerHealthCheckFailedError("worker died", ActorDiedError())
     raised = portable_failure(UserExceptionWithTraceback(ValueError("nan"), "Traceback …\nValueError: nan"))
     controller.poll({0: raised, 3: died})
-    assert controller.fail(WorkerGroupError("ranks failed", {0: ValueError(), 3: died})) is FailureDecision.RETRY
+    controller.fail(WorkerGroupError("ranks failed", {0: ValueError(), 3: died}), max_failures=1)
     controller.callback.before_controller_execute_failure_decision(FailureDecision.RETRY)
     (failure,) = [event for event in controller.heard() if isinstance(event, ev.WorkerFailed)]
     assert failure.causes == [
@@ -397,7 +397,7 @@ def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
     monkeypatch.setattr(retries, "_REPORT_SECONDS", 0.05)
     monkeypatch.setattr(train_worker, "_SLOW_SECONDS", 0.2)
     monkeypatch.setattr(train_worker.RaysTrainWorker, "poll_status", lambda _: WorkerStatus(True, None, None))
-    monkeypatch.setattr(loop_inspection, "innermost_frame", lambda: None)
+    monkeypatch.setattr(loop_inspection, "_innermost_frame", lambda: None)
     worker = train_worker.RayTrainWorker()
     with WorkerHooks(RunContext("mnist", "0" * 32, 1, "", "")).on_checkpoint_transfer():
         for _ in range(10):

@@ -233,12 +233,12 @@ def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Ca
 def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
     state: State, later: Callable[[float], None], failure: Exception, told: str, retried: int
 ) -> None:
-    policy = _policy(2, 4, capacity_timeout_seconds=30)
+    policy = _policy(2, 4, capacity_timeout_seconds=4)
     policy.start(2, fails=failure)
     assert policy.start(4) == 0  # it pauses
     later(1.0)
     assert policy.start(4, fails=failure) == retried  # smaller only for want of room
-    later(30.0)
+    later(3.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
         policy.start(4)
     assert state.waiting[0].missing == told

@@ -121,7 +121,7 @@ OWNERS: list[tuple[Any, str]] = [
     (ScalingConfig, "_resources_per_worker_not_none"),
     (TrainControllerState, "_state_type"),
     (context.TrainContext, "_sync_checkpoint_dir_name_across_ranks"),
-    (Checkpoint("/"), "_get_temporary_checkpoint_dir _uuid"),
+    (Checkpoint("/"), "_get_temporary_checkpoint_dir"),
 ]
 ATTRIBUTES = {name: owner for owner, names in OWNERS for name in names.split()}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.

@@ -71,6 +71,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return lambda kind: SimpleNamespace(remote=boot)
 
     monkeypatch.setattr(standby, "ray", SimpleNamespace(get=get, kill=found.ended.append, remote=remote))
+    monkeypatch.setattr(standby, "query_workers", lambda workers, *_: {})
     monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
     monkeypatch.setattr(standby, "_bundle_devices", lambda group, indices, resources: found.devices)
     return found
