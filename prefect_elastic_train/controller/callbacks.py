@@ -7,8 +7,6 @@ Uses ``ray.train.v2._internal``: the public ``UserCallback`` gets neither states
 after Ray has written its snapshot.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading
@@ -20,9 +18,8 @@ from typing import Any
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
-from prefect_elastic_train.controller.controller_state import ControllerState, StartupTiming
+from prefect_elastic_train.controller.controller_state import ControllerState
 from prefect_elastic_train.controller.failures import causes_of, permanent_reason
 from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core import events as ev
@@ -37,18 +34,18 @@ from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_SECONDS = 2.0  # to send the last events
 _MAX_LOGGED_ERRORS = 10  # exceptions of this callback that are logged with their traceback
 _REPORT_QUERY_SECONDS = 1.0  # for the ranks' reports after a commit; the controller waits meanwhile
-_LEAST_STALL_SECONDS = 0.01  # that is published
 
-#: Seconds between warnings about a controller that stays in one state, and after which it counts as hung, unless
-#: validations may still run. Ray gives up a runtime environment after 600 s, but restarts a process that does not boot
-#: without a limit.
+#: Seconds without a turn of the control loop after which the state is logged, and after which the controller counts as
+#: hung, unless validations may still run. Ray gives up a runtime environment after 600 s, but restarts a process that
+#: does not boot without a limit.
 _SLOW_SECONDS = 60.0
 _HUNG_SECONDS = 900.0
 _SLOW_STATES = {
-    "SCHEDULING": "starting workers; if they do not boot, Ray's logs (raylet.out, worker-*) show the reason",
-    "SHUTTING_DOWN": "shutting down; validations may still run, which ValidationTaskConfig(timeout_s=...) limits",
+    "SCHEDULING": "starting workers (if they do not boot, raylet.out and worker-* of the nodes' logs show the reason)",
+    "SHUTTING_DOWN": "shutting down (validations may still run, which timeout_s of their task configuration limits)",
 }
 
 
@@ -60,7 +57,7 @@ def _suppress_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def wrapper(self: RunCallback, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except (commits.FencedOffError, WorkerGroupError):
@@ -79,27 +76,27 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     Attributes:
         errors: Number of exceptions that this callback has suppressed.
+        hooks: The callback of Ray Train in the workers.
     """
 
-    def __init__(self, state: ControllerState, hooks: WorkerHooks) -> None:
-        self.errors = 0
+    errors = 0
+    _polled_commit_count = 0  # number of commits at the last poll
+    _reports_since_checkpoint = 0
+    _state_name = "INITIALIZING"
+
+    def __init__(self, state: ControllerState) -> None:
+        context = state.settings.context
+        self.hooks = WorkerHooks(context)
         self._state = state
-        self._hooks = hooks
         self._store = state.settings.store
-        self._attempt = state.settings.context.attempt
+        self._attempt = context.attempt
         self._workers: list[Any] = []  # workers of the worker group that trains
-        self._polled_commit_count = 0  # number of commits at the last poll
-        self._reports_since_checkpoint = 0
-        self._state_name = "INITIALIZING"
-        self._state_since = time.monotonic()
         self._turned_at = time.monotonic()  # time of the control loop's last turn
 
     @_suppress_errors
     def after_controller_start(self, train_run_context: Any) -> None:
         tag_own_records()
-        self._state.timing = StartupTiming()
-        closed = self._state.sender.closed
-        threading.Thread(target=self._send_heartbeats, args=(closed,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     @_suppress_errors
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -108,20 +105,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = current_state._state_type.state_name
         if name != self._state_name:
             self._state_name = name
-            self._state_since = self._turned_at
             self._state.is_draining = name == "PREEMPTING"
             self._state.publish(ev.StateChanged(state=name))
 
     @_suppress_errors
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Publish the resize of a healthy worker group. If no worker group runs, publish nothing.
-
-        Raises:
-            FencedOffError: Another attempt has taken over the run.
-        """
-        self._check_fence()
+        """Publish the resize of a healthy worker group. If no worker group runs, publish nothing."""
         if self._workers:
-            self._state.timing = StartupTiming()
+            self._state.begin_startup()
             self._state.publish(
                 ev.WorkerGroupResized(
                     old_size=len(self._workers),
@@ -139,16 +130,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         Raises:
             FencedOffError: Another attempt has taken over the run, which may have made the worker group fail.
         """
-        self._check_fence()
+        with suppress(OSError):
+            commits.check_fence(self._store, self._attempt)
         state = self._state
         failures = state.failures
         state.failures = {}
         if not failures and not state.is_draining:
             return
         state.group_failures += 1
-        state.timing = StartupTiming()
-        is_preempted = state.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
+        state.begin_startup()
+        event_type = ev.WorkersPreempted if state.is_preempted else ev.WorkerFailed
         state.publish(
             event_type(
                 causes=causes_of(failures),
@@ -167,20 +158,20 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             FencedOffError: Another attempt has taken over the run.
         """
         state = self._state
-        state.timing.mark("decision")
-        self._hooks.begin_group(state.settings.context.failures + state.group_failures)
+        state.mark_phase("decision")
+        self.hooks.begin_group(state.settings.context.failures + state.group_failures)
         removed = commits.remove_leftovers(self._store, self._attempt)
         commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must not be aborted
         self._store.abort_uploads()
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
-        state.timing.mark("cleanup")
+        state.mark_phase("cleanup")
 
     @_suppress_errors
     def after_worker_group_start(self, worker_group: Any) -> None:
         state = self._state
         self._workers = worker_group.get_workers()
-        self._hooks.previous = [(worker.metadata.node_id, worker.metadata.pid) for worker in self._workers]
+        self.hooks.previous = [(worker.metadata.node_id, worker.metadata.pid) for worker in self._workers]
         self._reports_since_checkpoint = 0
         state.commit_count = 0
         state.budget.begin_group()
@@ -193,11 +184,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in self._workers
         }
-        state.timing.mark("process group")
+        state.mark_phase("process group")
         state.publish(
-            ev.WorkerGroupStarted(
-                world_size=len(ranks), checkpoint=state.checkpoint, ranks=ranks, parts=state.timing.phases
-            )
+            ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=state.checkpoint, ranks=ranks, parts=state.phases)
         )
 
     @_suppress_errors
@@ -207,27 +196,32 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         Raises:
             WorkerGroupError: The worker group has to fail, since its loop hangs or has ignored its checkpoint.
         """
-        failure = self._state.loops.check(statuses)
-        if failure:
-            raise failure
+        self._state.loops.check(statuses)
+        if self._state.loops.ignored:  # its training repeats earlier work
+            self._state.budget.end_group()
 
     @_suppress_errors
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Store the errors of the ranks for a failure decision that follows the poll.
 
         If a node of the worker group is draining and a checkpoint was committed since the last poll, restart the worker
-        group at once.
+        group at once, by moving the drain's deadline into the past. The work is committed, and each further step until
+        the deadline would be done again. Ray waits for the deadline, and uses the earliest one that a worker was
+        notified of.
         """
+        state = self._state
         # The errors of the statuses have tracebacks. Those in Ray's exception have lost them.
-        self._state.failures = {
+        state.failures = {
             rank: status.error
             for rank, status in worker_group_status.worker_statuses.items()
             if status.error is not None
         }
         preemption = worker_group_status.get_preemption_info()
-        if preemption is not None and self._state.commit_count > self._polled_commit_count:
-            self._restart_before_deadline(preemption)
-        self._polled_commit_count = self._state.commit_count
+        if preemption is not None and state.commit_count > self._polled_commit_count:
+            expired = type(preemption)(deadline_ms=1, preempted_node_to_ranks=preemption.preempted_node_to_ranks)
+            for worker in self._workers:
+                worker.actor.mark_preempt.remote(expired)
+        self._polled_commit_count = state.commit_count
 
     @_suppress_errors
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
@@ -236,7 +230,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_suppress_errors
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
-        self._state.timing.mark("shutdown")
+        self._state.mark_phase("shutdown")
 
     @_suppress_errors
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -245,87 +239,64 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         Ray has written its snapshot, and so the commit, before it calls this.
         """
         state = self._state
-        checkpoint = training_report.checkpoint
+        newest = state.commits.newest
         world_size = len(self._workers)
         rank_zero = bounded_metrics(metrics[0], state.settings.context.score_attribute)
-        if not checkpoint:
+        if training_report.checkpoint is None or newest is None:
             self._reports_since_checkpoint += 1
             state.publish(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
-        name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        state.checkpoint = name
+        state.checkpoint = newest.checkpoint
         state.commit_count += 1
         self._reports_since_checkpoint = 0
-        if not state.loops.ignored:  # otherwise it repeats earlier work
-            state.budget.commit()
-        newest = state.commits.newest
-        size_bytes = sum(newest.manifest.get(name, {}).values()) if newest else 0
+        state.budget.commit()
+        size_bytes = sum(newest.manifest.get(newest.checkpoint, {}).values())
         state.publish(
-            ev.CheckpointCommitted(checkpoint=name, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size)
+            ev.CheckpointCommitted(
+                checkpoint=newest.checkpoint, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size
+            )
         )
         reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS)
-        self._publish_waits("ranks", [report.waits for report in reports.values()])
-        stalled = max((report.stalled for report in reports.values()), default=0.0)
-        if stalled >= _LEAST_STALL_SECONDS:
-            state.publish(ev.CheckpointStalled(seconds=round(stalled, 3)))
+        waits = (report.waits for report in reports.values())
+        self._publish_waits("ranks", max(waits, key=lambda waited: waited.seconds, default=Waits()))
+        stalled = round(max((report.stalled for report in reports.values()), default=0.0), 2)
+        if stalled:
+            state.publish(ev.CheckpointStalled(seconds=stalled))
         if 0 in reports and reports[0].save_plan:
             state.publish(ev.SavesPlanned(plan=reports[0].save_plan))
 
     @_suppress_errors
     def after_controller_finish(self, result: Any) -> None:
-        self._stop_sending(timeout_seconds=3.0)
+        self._end()
 
     @_suppress_errors
     def before_controller_abort(self) -> None:
-        self._stop_sending(timeout_seconds=1.0)
+        self._end()
 
-    def _restart_before_deadline(self, preemption: Any) -> None:
-        """Restart the worker group of a draining node at once, by moving the drain's deadline into the past.
-
-        The work is committed, and each further step until the deadline would be done again. Ray waits for the deadline,
-        and uses the earliest one that a worker was notified of.
-        """
-        grace_seconds = self._state.settings.failures.preemption_grace_seconds
-        expired = type(preemption)(
-            deadline_ms=int((time.time() - grace_seconds) * 1000),
-            preempted_node_to_ranks=preemption.preempted_node_to_ranks,
-        )
-        for worker in self._workers:
-            worker.actor.mark_preempt.remote(expired)
-
-    def _check_fence(self) -> None:
-        """Raise FencedOffError if another attempt has taken over the run. Errors of the storage are ignored."""
-        with suppress(OSError):
-            commits.check_fence(self._store, self._attempt)
-
-    def _publish_waits(self, who: str, waits: Sequence[Waits]) -> None:
-        tries = sum(waited.tries for waited in waits)
-        if tries:
-            longest = max(waits, key=lambda waited: waited.seconds)
+    def _publish_waits(self, who: str, waits: Waits) -> None:
+        if waits.tries:
             self._state.publish(
-                ev.StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last)
+                ev.StorageWaited(who=who, seconds=round(waits.seconds, 3), tries=waits.tries, last=waits.last)
             )
 
-    def _stop_sending(self, timeout_seconds: float) -> None:
-        self._publish_waits("controller", [collect_waits()])
-        self._state.sender.close(timeout_seconds)
+    def _end(self) -> None:
+        self._state.standbys.release()
+        self._publish_waits("controller", collect_waits())
+        self._state.sender.close(_CLOSE_SECONDS)
 
-    def _send_heartbeats(self, closed: threading.Event) -> None:
-        while not closed.wait(ev.ALIVE_SECONDS):
+    def _send_heartbeats(self) -> None:
+        while not self._state.sender.closed.wait(ev.ALIVE_SECONDS):
             now = time.monotonic()
             doing = self._state_name
-            since = self._state_since
-            stuck_seconds = now - self._turned_at
+            since = self._turned_at
             waiting = waiting_since()
             if waiting is not None:
                 doing = "waiting for the storage"
                 since = waiting
-            elif stuck_seconds > _SLOW_SECONDS:
+            elif now - since > _SLOW_SECONDS:
                 doing = _SLOW_STATES.get(doing, doing.lower())
-                if stuck_seconds % _SLOW_SECONDS < ev.ALIVE_SECONDS:
-                    logger.warning("No worker trains after %.0f s of %s", stuck_seconds, doing)
-                if stuck_seconds > _HUNG_SECONDS and self._state_name != "SHUTTING_DOWN":
+                if now - since > _HUNG_SECONDS and self._state_name != "SHUTTING_DOWN":
                     continue  # without heartbeats the driver is replaced
             else:
-                self._publish_waits("controller", [collect_waits()])
+                self._publish_waits("controller", collect_waits())
             self._state.publish(ev.ControllerAlive(doing=doing, seconds=now - since))

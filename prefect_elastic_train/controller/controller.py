@@ -19,9 +19,7 @@ from prefect_elastic_train.controller.scaling_policy import RunScalingPolicy
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.worker.loop_inspection import has_session
-from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
-_SESSION_QUERY_SECONDS = 5.0  # for the ranks to answer if their loops train in a session
 #: Seconds from a poll that found a report to the next one; with at most so many workers, since each poll costs time.
 _SHORTEST_INTERVAL = 0.01
 _MAX_FAST_POLLED = 32
@@ -56,13 +54,14 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         run_config = train_run_context.run_config
         state = ControllerState(settings)
         run_config.storage_context.storage_filesystem.handler.commits = state.commits
-        hooks = WorkerHooks(settings.context)
-        callback = RunCallback(state, hooks)
+        callback = RunCallback(state)
         self.worker_group_cls = type("RunWorkerGroup", (RunWorkerGroup,), {"state": state, "callback": callback})
         others["scaling_policy"] = RunScalingPolicy(train_run_context.scaling_config, state)
         others["failure_policy"] = RunFailurePolicy(run_config.failure_config, state)
         super().__init__(
-            train_run_context=train_run_context, callbacks=[*callbacks, callback, hooks, state.standbys], **others
+            train_run_context=train_run_context,
+            callbacks=[*callbacks, callback, callback.hooks, state.standbys],
+            **others,
         )
         self._longest_interval = self._health_check_interval_s
 
@@ -84,7 +83,7 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         Do nothing if the user has not configured this, if a loop trains in a session, or if no rank answers.
         """
         if self._run_config.failure_config.relax_collectives_on_preemption:
-            sessions = query_workers(self.get_worker_group().get_workers(), has_session, _SESSION_QUERY_SECONDS)
+            sessions = query_workers(self.get_worker_group().get_workers(), has_session)
             if sessions and not any(sessions.values()):
                 super()._relax_collectives_during_preemption(preemption_info)
 

@@ -34,8 +34,8 @@ class ControllerSettings:
     framework: str
     scaling: ScalingSettings
     failures: FailureSettings
-    requester_id: str = ""
-    standby: str = "off"
+    requester_id: str
+    standby: str
 
 
 class ControllerState:
@@ -47,57 +47,48 @@ class ControllerState:
         loops: The checks of the train loops.
         commits: The writer of commits.
         standbys: The standby workers.
-        timing: The phases of the start of a worker group.
+        phases: Seconds that each phase of the start of a worker group took.
         failures: Errors of the ranks in the last poll or start of a worker group, for the failure decision that
             follows.
         group_failures: Number of failures of worker groups, lost nodes included.
+        is_preempted: True if the last failure counts as a preemption.
         failures_left: Failures that the budget allows after the last one, None for any number.
-        start_failure: Error of the last worker group that did not start; None once the scaling policy has read it.
         assumed_nodes: Ids of the nodes from which the size of the next worker group was decided.
         checkpoint: Folder of the checkpoint that the next worker group would restore, empty for none.
         commit_count: Number of checkpoints committed by the current worker group.
         is_draining: True while a node of the worker group is about to be lost and the group still trains.
     """
 
+    group_failures = 0
+    is_preempted = False
+    failures_left: int | None = None
+    checkpoint = ""
+    commit_count = 0
+    is_draining = False
+
     def __init__(self, settings: ControllerSettings) -> None:
         failures = settings.failures
         self.settings = settings
         self.budget = FailureWindow(failures.forgive_after_seconds)
-        self.loops = LoopWatch(failures.ignored_checkpoint == "fail", self.publish, failures.stall_timeout_seconds)
+        self.loops = LoopWatch(failures, self.publish)
         self.commits = CommitLog(settings.store, settings.context.attempt)
-        self.commits.trained_seconds = self.committed_training_seconds
+        self.commits.trained_seconds = self.budget.trained_seconds
         self.standbys = Standbys(settings.framework, settings.standby, self.publish)
-        self.timing = StartupTiming()
+        self.begin_startup()
         self.failures: dict[int, Exception] = {}
-        self.group_failures = 0
-        self.failures_left: int | None = None
-        self.start_failure: Exception | None = None
         self.assumed_nodes: set[str] = set()
-        self.checkpoint = ""
-        self.commit_count = 0
-        self.is_draining = False
         self.sender = EventSender(settings.receiver)
 
     def publish(self, event: Event) -> None:
         """Send an event to the driver, with the current optimizer step of the training."""
         self.sender.put(event.model_copy(update={"step": self.loops.step}))
 
-    def committed_training_seconds(self) -> float:
-        """Return the seconds of training in a commit that is made now. A loop that ignored its checkpoint adds none."""
-        return self.budget.committed if self.loops.ignored else self.budget.trained_seconds()
-
-
-class StartupTiming:
-    """Measures the phases from the end of a worker group to the training of the next one.
-
-    The first phase begins when this object is created.
-    """
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}  # seconds
+    def begin_startup(self) -> None:
+        """Begin to measure the phases from the end of a worker group to the training of the next one."""
+        self.phases: dict[str, float] = {}
         self._marked_at = time.monotonic()
 
-    def mark(self, phase: str) -> None:
+    def mark_phase(self, phase: str) -> None:
         """Record the time since the previous mark under the name of a phase."""
         now = time.monotonic()
         self.phases[phase] = round(now - self._marked_at, 3)

@@ -31,27 +31,28 @@ class EventQueue:
     as a line without its line break, and returns False if the same line should be written again.
     """
 
+    _dropped = 0  # events
+
     def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
         self._write = write
         self._events: queue.Queue[Event | None] = queue.Queue()
-        self._dropped = 0
         self.closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Add an event to the queue, unless the queue is closed, or it is long and the event is a progress event.
+        """Add an event to the queue, unless it is long and the event is a progress event.
 
-        This method neither fails nor blocks.
+        This method neither fails nor blocks. Events that are added after the close are not written.
         """
         if event.droppable and self._events.unfinished_tasks >= _MAX_DROPPABLE:
             self._dropped += 1
-        elif not self.closed.is_set():
+        else:
             self._events.put(event)
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more events, and wait up to a time limit until all queued events are written."""
-        if self._dropped and not self.closed.is_set():
+        """Write no later events, and wait up to a time limit until all queued events are written."""
+        if self._dropped:
             logger.warning("%d events were dropped", self._dropped)
         self.closed.set()
         self._events.put(None)
@@ -77,7 +78,7 @@ class EventSender(EventQueue):
         self._connection: socket.socket | None = None
         super().__init__(self._write_line, "elastic-train-sender")
 
-    def close(self, timeout_seconds: float = 3.0) -> None:
+    def close(self, timeout_seconds: float) -> None:
         super().close(timeout_seconds)
         self._disconnect()
 

@@ -3,7 +3,7 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to replace a failure policy.
 """
 
-from ray.train import ControllerError, PreemptionError, PreemptionInfo, TrainingFailedError, WorkerGroupError
+from ray.train import ControllerError, TrainingFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2.api.config import FailureConfig
@@ -33,18 +33,14 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         """
         state = self._state
         if isinstance(training_failed_error, ControllerError):
-            state.start_failure = training_failed_error.controller_failure
-        if isinstance(training_failed_error, WorkerGroupError):
-            state.failures = state.failures or training_failed_error.worker_failures
-            if permanent_reason(training_failed_error.worker_failures.values()):
-                return FailureDecision.RAISE
-            if state.is_draining:
-                training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
-        if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
-            kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
-            counting = state.budget.record_failure(kind)
-            config = self.failure_config
-            setattr(self, f"_{kind}_failures", counting)
-            limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
-            state.failures_left = max(0, limit - counting - 1) if limit >= 0 else None
-        return super().make_decision(training_failed_error)
+            return super().make_decision(training_failed_error)
+        failures = getattr(training_failed_error, "worker_failures", {})
+        state.failures = state.failures or failures
+        state.is_preempted = state.is_draining or _is_preemption_failure(training_failed_error)
+        if permanent_reason(failures.values()):
+            return FailureDecision.RAISE
+        counting = state.budget.record_failure(state.is_preempted)
+        config = self.failure_config
+        limit = config.max_preemption_failures if state.is_preempted else config.max_failures
+        state.failures_left = max(0, limit - counting - 1) if limit >= 0 else None
+        return FailureDecision.RAISE if 0 <= limit <= counting else FailureDecision.RETRY

@@ -13,8 +13,7 @@ _CAUSE_SECONDS = 10.0
 CAUSE_POLL_SECONDS = 5.0
 #: Process ids, addresses and the like, which differ between ranks with the same error.
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
-#: Bytes of one error, which becomes a log record, and of all errors of a failure, which become one event.
-_MAX_ERROR = 100_000
+#: Bytes of all errors of a failure, which become one event. One error, which becomes a log record, has at most half.
 _MAX_ERRORS = 200_000
 _MAX_CAUSES = 100
 
@@ -43,7 +42,7 @@ def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
         if len(groups) >= _MAX_CAUSES and text not in groups:
             text = next(reversed(groups))
         groups.setdefault(text, []).append(rank)
-    limit = min(_MAX_ERROR, _MAX_ERRORS // max(1, len(groups)))
+    limit = _MAX_ERRORS // max(2, len(groups))
     return [_make_cause(ranks, failures[ranks[0]], limit) for ranks in groups.values()]
 
 

@@ -9,9 +9,7 @@ Uses ``ray.train.v2.jax.config._JaxBackend``, which has no public base class. Di
 - After the death of a rank, the others would wait for it as they shut down. Ours does not wait for dead ranks.
 """
 
-from __future__ import annotations
-
-import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,26 +25,7 @@ from prefect_elastic_train.worker.jax_processes import (
     remove_multislice_variables,
 )
 
-logger = logging.getLogger(__name__)
-
 _COLLECTIVES_QUERY_SECONDS = 1.0  # for all ranks to answer; a dead one is noticed at once
-
-
-@dataclass
-class RunJaxConfig(JaxConfig):  # type: ignore[misc]
-    """Ray's ``JaxConfig`` with :class:`RunJaxBackend`. With neither TPUs nor GPUs, the workers train on CPUs."""
-
-    @property
-    def backend_cls(self) -> type[RunJaxBackend]:
-        return RunJaxBackend
-
-
-def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConfig:
-    """Return the user's JAX configuration if it has a backend of its own, else a :class:`RunJaxConfig`."""
-    if jax_config is not None and jax_config.backend_cls is not _JaxBackend:
-        return jax_config
-    config = jax_config or scaling_config
-    return RunJaxConfig(use_tpu=config.use_tpu, use_gpu=config.use_gpu)
 
 
 class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
@@ -73,8 +52,21 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
 
         Otherwise a worker would take the exit of another worker for a failure.
         """
-        try:
+        with suppress(ray.exceptions.RayError, TimeoutError):
             if any(ray.get(worker_group.execute_async(is_joined), timeout=_COLLECTIVES_QUERY_SECONDS)):
                 ray.get(worker_group.execute_async(leave), timeout=LEAVE_SECONDS + _COLLECTIVES_QUERY_SECONDS)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.debug("jax.distributed is not shut down, since a rank is lost: %s", error)
+
+
+@dataclass
+class RunJaxConfig(JaxConfig):  # type: ignore[misc]
+    """Ray's ``JaxConfig`` with :class:`RunJaxBackend`. With neither TPUs nor GPUs, the workers train on CPUs."""
+
+    backend_cls = RunJaxBackend
+
+
+def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConfig:
+    """Return the user's JAX configuration if it has a backend of its own, else a :class:`RunJaxConfig`."""
+    if jax_config is not None and jax_config.backend_cls is not _JaxBackend:
+        return jax_config
+    config = jax_config or scaling_config
+    return RunJaxConfig(use_tpu=config.use_tpu, use_gpu=config.use_gpu)

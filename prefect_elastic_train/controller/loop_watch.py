@@ -19,9 +19,9 @@ from prefect_elastic_train.controller.failures import HungLoopError, IgnoredChec
 from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
 
-_LOOP_QUERY_SECONDS = 5.0  # for the ranks' answers
 _STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
 #: A loop without any checkpoint is reported after so many reports, if they took so long or its workers exit.
 _UNSAVED_REPORTS = 10
@@ -34,24 +34,22 @@ class LoopWatch:
     """Checks the train loops of the worker groups, in the controller: that they restore, save, report, and do not hang.
 
     Args:
-        fail_on_ignored: Fail a worker group whose loop ignores its checkpoint.
+        settings: They say what happens to a worker group whose loop ignores its checkpoint, or reports nothing.
         publish: Function that publishes an event.
-        stall_seconds: Fail a worker group that reports nothing for this time; 0: never.
 
     Attributes:
-        ignored: True if the last loop that was checked for it ignored its checkpoint.
+        ignored: True if the current worker group's loop has ignored its checkpoint.
         step: Optimizer steps of the current worker group's session at the last poll; 0 without a session.
         most_workers: Number of workers for which a step of the session has samples; ``sys.maxsize`` if unknown.
     """
 
-    def __init__(self, fail_on_ignored: bool, publish: Callable[[Event], None], stall_seconds: float = 0.0) -> None:
-        self._fail_on_ignored = fail_on_ignored
+    step = 0
+    most_workers = sys.maxsize
+    _has_saved = False
+
+    def __init__(self, settings: FailureSettings, publish: Callable[[Event], None]) -> None:
+        self._settings = settings
         self._publish = publish
-        self._stall_seconds = stall_seconds
-        self._has_saved = False
-        self.ignored = False
-        self.most_workers = sys.maxsize
-        self.begin_group([], "", {})
 
     def begin_group(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
         """Begin to watch the train loops of a new worker group.
@@ -69,16 +67,18 @@ class LoopWatch:
         self._began = time.monotonic()
         self._silent_since = math.inf  # until the first poll
         self._reports = 0
+        self.ignored = False
         self.step = 0
         self._has_stepped = False
         self._has_warned_of_wait = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
         self._free_at: dict[int, float] = {}
 
-    def check(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
-        """Check the train loops by the status that a poll returned for each rank.
+    def check(self, statuses: Sequence[Any]) -> None:
+        """Check the train loops by the status that a poll returned for each rank, and publish warnings.
 
-        Publishes warnings. Returns the error if the worker group has to fail, else None.
+        Raises:
+            WorkerGroupError: The worker group has to fail, since its loop hangs or has ignored its checkpoint.
         """
         now = time.monotonic()
         self._update_step(statuses)
@@ -88,23 +88,34 @@ class LoopWatch:
         has_checkpoint = any(report.checkpoint for report in reports)
         self._has_saved |= has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
-        failure: WorkerGroupError | None = None
         if statuses and statuses[0].training_report:
             self._reports += 1
-            failure = self._check_restored(statuses[0].training_report.metrics, has_checkpoint)
+            self._check_restored(statuses[0].training_report.metrics, has_checkpoint)
         is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
         if is_late and not self._has_saved:
             self._has_saved = True  # warn once
-            self._warn_of_no_checkpoint()
-        answers = [(rank, status.waited) for rank, status in enumerate(statuses) if hasattr(status, "waited")]
-        self._free_at |= {rank: now - seconds for rank, seconds in answers}
+            message = (
+                f"the loop has reported {self._reports} times in {now - self._began:.0f} s and never with a "
+                "checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
+                "checkpoint=...), or use prefect_elastic_train.loop.session()"
+            )
+            self._publish(LoopWarned(problem="no-checkpoint", message=message))
+        for rank, status in enumerate(statuses):
+            if hasattr(status, "waited"):
+                self._free_at[rank] = now - status.waited
         waited = now - min(self._free_at.values(), default=now)
         if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
             self._has_warned_of_wait = True
             self._warn_of_wait()
-        if self._stall_seconds and not has_ended and now - self._silent_since > self._stall_seconds:
-            failure = self._stall_error()
-        return failure
+        limit = self._settings.stall_timeout_seconds
+        if limit and not has_ended and now - self._silent_since > limit:
+            stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
+            problem = f"no report for {limit:g} s"
+            failures = {
+                rank: HungLoopError(f"{problem}; the rank {stacks.get(rank, 'does not answer')}")
+                for rank in range(len(self._workers))
+            }
+            raise WorkerGroupError(problem, failures)
 
     def _update_step(self, statuses: Sequence[Any]) -> None:
         """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
@@ -117,23 +128,28 @@ class LoopWatch:
             self._publish(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(position.done for position in positions)])
 
-    def _check_restored(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> WorkerGroupError | None:
+    def _check_restored(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> None:
         """Decide once for a worker group if its loop has restored the checkpoint, and publish a warning if it has not.
 
         It has if a counter in its metrics is above the one reported with the checkpoint, or if a rank has read the
-        checkpoint. Returns the error if the worker group has to fail, else None.
+        checkpoint.
+
+        Raises:
+            WorkerGroupError: It has not, and the worker group has to fail then.
         """
         if self._is_decided:
-            return None
+            return
         counters = {name: value for name, value in _counters(metrics).items() if name in self._counters_before}
-        is_ahead = any(value > self._counters_before[name] for name, value in counters.items())
-        has_resumed = is_ahead or self._has_opened_checkpoint()
+        has_resumed = any(value > self._counters_before[name] for name, value in counters.items())
+        if not has_resumed:
+            opened = query_workers(self._workers, has_opened_checkpoint)
+            has_resumed = len(opened) < len(self._workers) or any(opened.values())  # a rank without an answer may have
         if not (has_resumed or counters or has_checkpoint) and self._reports == 1:
-            return None  # a loop may report something before it reads the checkpoint
+            return  # a loop may report something before it reads the checkpoint
         self._is_decided = True
         self.ignored = not has_resumed
         if has_resumed:
-            return None
+            return
         message = (
             f"the loop started from the beginning{f' at {_format(counters)}' if counters else ''}, although the "
             f"checkpoint{f' of {_format(self._counters_before)}' if self._counters_before else ''} exists "
@@ -141,38 +157,17 @@ class LoopWatch:
             "and step before the first step"
         )
         self._publish(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
-        return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fail_on_ignored else None
-
-    def _has_opened_checkpoint(self) -> bool:
-        """Return True if a rank has read its checkpoint, or if a rank does not answer and so may have read it."""
-        opened = query_workers(self._workers, has_opened_checkpoint, _LOOP_QUERY_SECONDS)
-        return len(opened) < len(self._workers) or any(opened.values())
-
-    def _stall_error(self) -> WorkerGroupError:
-        stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
-        problem = f"no report for {self._stall_seconds:g} s"
-        failures = {
-            rank: HungLoopError(f"{problem}; the rank {stacks.get(rank, 'does not answer')}")
-            for rank in range(len(self._workers))
-        }
-        return WorkerGroupError(problem, failures)
+        if self._settings.ignored_checkpoint == "fail":
+            raise WorkerGroupError(message, {0: IgnoredCheckpointError(message)})
 
     def _warn_of_wait(self) -> None:
-        answers = query_workers(self._workers, current_line, _LOOP_QUERY_SECONDS)
+        answers = query_workers(self._workers, current_line)
         ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank in range(len(self._workers)):
             ranks[answers.get(rank, "does not answer")].append(rank)
         positions = "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
         message = f"ranks wait for others: {positions}. All must call ray.train.report() and collectives equally often"
         self._publish(LoopWarned(problem="ranks-wait", message=message))
-
-    def _warn_of_no_checkpoint(self) -> None:
-        message = (
-            f"the loop has reported {self._reports} times in {time.monotonic() - self._began:.0f} s and never with a "
-            "checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
-            "checkpoint=...), or use prefect_elastic_train.loop.session()"
-        )
-        self._publish(LoopWarned(problem="no-checkpoint", message=message))
 
 
 def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -13,24 +13,24 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from prefect_elastic_train.controller.sizing import Demand, Node
 from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE
+from prefect_elastic_train.core.tpu_slices import slice_shape
 
 
 def cluster_nodes() -> list[Node]:
-    """Return the living nodes of the Ray cluster, with their resources and labels."""
+    """Return the living nodes of the Ray cluster that do not drain, with their resources and labels."""
     state = ray._private.state
     available = state.available_resources_per_node()
-    draining = state.state.get_draining_nodes() or {}
+    draining = state.state.get_draining_nodes()
     return [
         Node(
             id=node["NodeID"],
             total=node["Resources"],
             # A new node has not published its available resources yet.
             available=available.get(node["NodeID"], node["Resources"]),
-            labels=node.get("Labels") or {},
-            draining=node["NodeID"] in draining,
+            labels=node["Labels"],
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node["NodeID"] not in draining
     ]
 
 
@@ -46,7 +46,7 @@ def remove_orphaned_placement_groups() -> int:
         for job in state.jobs()
         if job["IsDead"] and any(module in job["Entrypoint"] for module in (DRIVER_MODULE, JOB_MODULE))
     }
-    table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
+    table = state.state._connect_and_get_accessor().get_placement_group_table()
     orphans = [
         group
         for group in map(PlacementGroupTableData.FromString, table)
@@ -61,12 +61,9 @@ def remove_orphaned_placement_groups() -> int:
 
 def demand_of(scaling_config: Any) -> Demand:
     """Return the resources, the number and the placement of a run's workers, taken from Ray's scaling config."""
-    resources = dict(scaling_config._resources_per_worker_not_none)
-    shape = None
-    if scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type:
-        from prefect_elastic_train.core.tpu_slices import slice_shape
-
-        shape = slice_shape(scaling_config.topology, scaling_config.accelerator_type, resources)
+    resources = scaling_config._resources_per_worker_not_none
+    topology = scaling_config.topology
+    shape = slice_shape(topology, scaling_config.accelerator_type, resources) if topology else None
     return Demand(
         resources=resources,
         min_workers=scaling_config.min_workers,

@@ -6,7 +6,6 @@ of the cluster would be up to 20 seconds old, and a healthy group that grows wou
 checkpoint.
 """
 
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ import ray
 from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
-from ray.train.v2._internal.execution.controller.state import PreemptingState
+from ray.train.v2._internal.execution.controller.state import SchedulingState
 
 from prefect_elastic_train.controller import sizing
 from prefect_elastic_train.controller.controller_state import ControllerState
@@ -46,8 +45,7 @@ _EPSILON = 1e-9
 
 def requester_id(store: RunStore) -> str:
     """Return the id under which all attempts of a run reserve resources with Ray's coordinator."""
-    digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
-    return f"elastic-train-{store.path.rpartition('/')[2]}-{digest}"
+    return f"elastic-train-{store.uri}"
 
 
 def release_reservation(requester_id: str) -> None:
@@ -74,7 +72,7 @@ def delayed_preemption_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
         def _on_drain_change(self, drained: Any) -> None:
             deadline = min(filter(None, drained.values()), default=0) / 1000
             held = {node_id: len(ranks) for node_id, ranks in self._node_to_ranks.items()}
-            possible = may_restart and sizing.possible_workers(cluster_nodes(), demand, held)
+            possible = may_restart and sizing.possible_workers(cluster_nodes(), replace(demand, held=held))
             if possible < demand.min_workers and not 0 < deadline < time.time() + _SAVE_SECONDS:
                 drained.clear()  # Ray records no drain, and calls again
             super()._on_drain_change(drained)
@@ -96,9 +94,8 @@ class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
 
 
 class _Capacity(NamedTuple):
-    """The nodes of the cluster, the number of workers that fit on them, and the number that fit on stable nodes."""
+    """The number of workers that fit on all nodes of the cluster, and the number that fit on stable nodes."""
 
-    nodes: list[sizing.Node]
     possible: int
     stable: int
 
@@ -110,6 +107,13 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     since the cluster has no other users.
     """
 
+    _start_problem = ""
+    _growth_planned_at = 0.0  # 0: no growth of the worker group is planned
+    _growths = 0
+    _commit_count = 0  # commits that were considered for a growth
+    _next_check = 0.0
+    _published_wait_at = 0.0
+
     def __init__(self, scaling_config: Any, state: ControllerState) -> None:
         requested = scaling_config.resources_per_worker or {}
         reduced = {name: amount - (_EPSILON if amount % 1 else 0) for name, amount in requested.items()}
@@ -120,14 +124,6 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._demand = demand_of(scaling_config)
         self._stability = sizing.Stability(self._settings.stability_delay_seconds)
         self._start = sizing.Start(self._demand, self._settings.wait_for_max_seconds)
-        self._requested_size = 0  # size of the worker group that Ray starts
-        self._start_problem = ""
-        self._growth_target = 0  # size of the planned growth of the worker group; 0 for none
-        self._growth_planned_at = 0.0
-        self._growths = 0
-        self._commit_count = 0  # commits that were considered for a growth
-        self._next_check = 0.0
-        self._published_wait_at = 0.0
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Install the preemption watcher, and reserve resources for the run, under the same id as earlier attempts."""
@@ -139,14 +135,24 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._coordinator_client = client.TrainAutoscalingCoordinatorClient(self._requester_id)
             self._send_resource_request()
 
-    def _maybe_send_resource_request(self) -> None:
-        if self._requester_id:
-            super()._maybe_send_resource_request()
-
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Renew the reservation of resources during a drain, in which Ray requests no scaling decision."""
-        if isinstance(current_state, PreemptingState):
+        """Record if a worker group has started, and renew the reservation of resources. Ray calls this at each poll."""
+        if self._requester_id and not current_state.is_terminal():
             self._maybe_send_resource_request()
+        if not isinstance(previous_state, SchedulingState):
+            return
+        size = previous_state.scaling_decision.num_workers
+        error = getattr(current_state, "training_failed_error", None)
+        failure = getattr(error, "controller_failure", None)
+        if failure is None:
+            self._start.record_start(size)
+            self._start_problem = ""
+        elif isinstance(failure, WorkerGroupStartupTimeoutError):
+            self._start.record_failure(time.monotonic(), refused=size)
+            self._start_problem = f"room for {size} worker(s), which seemed free and was not"
+        else:
+            self._start.record_failure(time.monotonic())
+            self._start_problem = f"a start that succeeds (the last one: {failure})"
 
     def make_decision_for_non_running_worker_group(self) -> rays.ScalingDecision:
         """Return the decision to start a worker group with as many workers as fit, or no decision if too few fit.
@@ -158,28 +164,23 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             CapacityTimeoutError: ``min_workers`` did not fit within ``capacity_timeout_seconds``.
         """
         now = time.monotonic()
-        self._growth_target = 0
+        self._growth_planned_at = 0.0
         workers = 0
         possible = 0
         missing = "an answer of the cluster"
         try:
-            self._record_last_start(now)
-            self._maybe_send_resource_request()
             capacity = self._capacity(now, {})
-            if capacity.possible < self._demand.max_workers:
-                orphans = remove_orphaned_placement_groups()
-                if orphans:
-                    logger.warning("Removed %d placement group(s) of jobs that are dead", orphans)
-                    capacity = self._capacity(now, {})
+            if capacity.possible < self._demand.max_workers and remove_orphaned_placement_groups():
+                logger.warning("Removed placement groups of drivers that are dead")
+                capacity = self._capacity(now, {})
             possible = capacity.possible
             workers = self._start.size(now, possible, capacity.stable)
             missing = self._start_problem
             if possible < self._demand.min_workers:
-                missing = sizing.describe_missing(capacity.nodes, self._demand, possible)
+                missing = sizing.describe_missing(cluster_nodes(), self._demand, possible)
         except Exception:
             logger.warning("Cannot decide about a start; trying again", exc_info=True)
         if workers:
-            self._requested_size = workers
             return rays.ResizeDecision(workers, self._demand.resources)
         waited = self._start.waited_seconds(now)
         if missing:
@@ -194,32 +195,36 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
         A healthy worker group never shrinks.
         """
-        decision = None
+        now = time.monotonic()
+        state = self._state
+        workers = worker_group_state.workers
+        if not self._growth_planned_at:
+            self._commit_count = state.commit_count  # the ranks did not wait at that commit
+        committed = state.commit_count > self._commit_count
+        is_due = committed or now >= self._next_check
+        if not is_due or not all(status.running for status in worker_group_status.worker_statuses.values()):
+            return rays.NoopDecision()
+        self._next_check = now + self._settings.resize_check_interval_seconds
         try:
-            self._record_last_start(time.monotonic())
-            self._maybe_send_resource_request()
-            decision = self._decide_growth(worker_group_state, worker_group_status)
+            capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
         except Exception:
             logger.warning("Cannot decide about growth; training goes on", exc_info=True)
-        return decision or rays.NoopDecision()
-
-    def _record_last_start(self, now: float) -> None:
-        """Record for the next decision if the worker group that this policy requested last has started."""
-        size = self._requested_size
-        failure = self._state.start_failure
-        self._requested_size = 0
-        self._state.start_failure = None
-        if not size:
-            return
-        if failure is None:
-            self._start.record_start(size)
-            self._start_problem = ""
-        elif isinstance(failure, WorkerGroupStartupTimeoutError):
-            self._start.record_failure(now, refused=size)
-            self._start_problem = f"room for {size} worker(s), which seemed free and was not"
-        else:
-            self._start.record_failure(now)
-            self._start_problem = f"a start that succeeds (the last one: {failure})"
+            return rays.NoopDecision()
+        self._commit_count = state.commit_count
+        possible = min(capacity.stable, self._start.limit(now))
+        target = possible if possible > len(workers) else 0
+        if bool(target) != bool(self._growth_planned_at):
+            self._growth_planned_at = now if target else 0.0
+            self._growths += target > 0
+            for worker in workers:
+                worker.execute_async(set_announced_growth, self._growths if target else 0)
+        waited = now - self._growth_planned_at
+        # Without any checkpoint, a growth would lose all work.
+        is_patient = not state.checkpoint or not 0 < self._settings.resize_patience_seconds <= waited
+        if not target or (is_patient and not committed):
+            return rays.NoopDecision()
+        self._growth_planned_at = 0.0
+        return GrowthDecision(target, self._demand.resources, "commit" if committed else "patience", waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
         """Publish a wait for capacity, at intervals. Raise CapacityTimeoutError once it has lasted too long."""
@@ -232,7 +237,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 WaitingForCapacity(
                     possible_workers=possible,
                     min_workers=self._demand.min_workers,
-                    resources_per_worker=dict(self._demand.resources),
+                    resources_per_worker=self._demand.resources,
                     missing=missing,
                     since=time.time() - waited,
                 )
@@ -244,37 +249,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 f"Missing: {missing}. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
 
-    def _decide_growth(self, group: Any, status: Any) -> GrowthDecision | None:
-        now = time.monotonic()
-        state = self._state
-        if not self._growth_target:
-            self._commit_count = state.commit_count  # the ranks did not wait at that commit
-        committed = state.commit_count > self._commit_count
-        is_due = committed or now >= self._next_check
-        if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
-            return None
-        self._next_check = now + self._settings.resize_check_interval_seconds
-        capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in group.workers))
-        self._commit_count = state.commit_count
-        possible = min(capacity.stable, self._start.limit(now))
-        target = possible if possible > group.num_workers else 0
-        if bool(target) != bool(self._growth_target):
-            self._growth_planned_at = now
-            self._growths += target > 0
-            for worker in group.workers:
-                worker.execute_async(set_announced_growth, self._growths if target else 0)
-        self._growth_target = target
-        waited = now - self._growth_planned_at
-        patience = self._settings.resize_patience_seconds
-        reason = sizing.growth_reason(committed, bool(state.checkpoint), waited, patience) if target else ""
-        if not reason:
-            return None
-        self._growth_target = 0
-        self._requested_size = target
-        return GrowthDecision(target, self._demand.resources, reason, waited)
-
     def _capacity(self, now: float, held: Mapping[str, int]) -> _Capacity:
-        """Return the nodes of the cluster, and the number of workers of the run that fit on them now.
+        """Return the number of workers of the run that fit on the nodes of the cluster now.
 
         Resources that other users hold count as taken, and resources that workers of the run hold count as free.
 
@@ -290,14 +266,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 most,
             )
             self._demand = replace(self._demand, max_workers=most)
+        demand = replace(self._demand, held=held)
         reserved = self._get_reserved_resources().values() if self._requester_id else None
         nodes = cluster_nodes()
-        self._state.assumed_nodes = {node.id for node in nodes if not node.draining}
+        self._state.assumed_nodes = {node.id for node in nodes}
         stable_nodes = self._stability.observe(now, nodes)
         return _Capacity(
-            nodes,
-            possible=sizing.possible_workers(nodes, self._demand, held, reserved),
-            stable=sizing.possible_workers(stable_nodes, self._demand, held, reserved),
+            possible=sizing.possible_workers(nodes, demand, reserved),
+            stable=sizing.possible_workers(stable_nodes, demand, reserved),
         )
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]]:

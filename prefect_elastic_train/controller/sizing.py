@@ -5,14 +5,11 @@ job count as free, a draining node counts, and fractions are rounded down by bin
 where it fits now, beside what others hold, and a TPU slice counts as a whole or not at all.
 """
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from prefect_elastic_train.core.tpu_slices import SliceShape
+from prefect_elastic_train.core.tpu_slices import SliceShape
 
 _UNITS = 10_000  # Ray counts resources in ten-thousandths
 #: Resources of which a share comes from one device of a node, never from two.
@@ -25,25 +22,23 @@ _MAX_PAUSE_SECONDS = 30.0  # between two tries with the smallest size
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the Ray cluster.
+    """A living node of the Ray cluster that does not drain.
 
     Attributes:
         id: Ray's node id.
         total, available: All its resources, and those that are free.
         labels: Ray's node labels.
-        draining: True if Ray has announced that the node will be removed.
     """
 
     id: str
     total: Mapping[str, float]
     available: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
-    draining: bool = False
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources that the workers of a run need.
+    """The resources that the workers of a run need, and those that they hold now.
 
     Attributes:
         resources: Resources of each worker.
@@ -51,22 +46,17 @@ class Demand:
         labels: Ray's label selector.
         strategy: Ray's placement strategy.
         shape: The shape of a TPU slice if the workers fill TPU slices, else None.
+        held: Number of workers that the run has on each node now. A new worker group replaces them, so their resources
+            count as free.
     """
 
-    resources: Mapping[str, float]
+    resources: dict[str, float]
     min_workers: int
     max_workers: int
     labels: Mapping[str, str] = field(default_factory=dict)
     strategy: str = "PACK"
     shape: SliceShape | None = None
-
-
-class Slice(NamedTuple):
-    """The living nodes of a TPU slice, and the problem that prevents its use; ``problem`` is empty if there is none."""
-
-    name: str
-    nodes: tuple[Node, ...]
-    problem: str
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 def head_resource(pod_type: str) -> str:
@@ -75,51 +65,37 @@ def head_resource(pod_type: str) -> str:
 
 
 def possible_workers(
-    nodes: Collection[Node],
-    demand: Demand,
-    held: Mapping[str, int] | None = None,
-    reserved: Collection[Mapping[str, float]] | None = None,
+    nodes: Collection[Node], demand: Demand, reserved: Collection[Mapping[str, float]] | None = None
 ) -> int:
     """Return the number of workers of a run that could be placed now.
 
     Args:
         nodes: Nodes to place the workers on.
         demand: Resources that the workers need.
-        held: Number of workers that the run itself has on each node, which the new worker group replaces.
         reserved: Resources on each node that Ray's coordinator reserves for the run; None for no coordinator.
     """
     most = demand.max_workers
-    if not any(demand.resources.values()):
-        return most
     if reserved is not None:
         most = min(most, sum(_fitting(on_node, demand.resources) for on_node in reserved))
     if demand.shape is not None:
-        free = sum(not tpu_slice.problem for tpu_slice in slices_of(nodes, demand, held))
-        return min(most // demand.shape.workers, free) * demand.shape.workers
-    counts = [_workers_on(node, demand, held or {}) for node in nodes]
+        return min(most // demand.shape.workers, len(free_slices(nodes, demand))) * demand.shape.workers
+    counts = [_workers_on(node, demand) for node in nodes]
     if demand.strategy == "STRICT_SPREAD":
         return min(most, sum(count > 0 for count in counts))
     return min(most, max(counts, default=0) if demand.strategy == "STRICT_PACK" else sum(counts))
 
 
-def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] | None = None) -> list[Slice]:
-    """Return the TPU slices of the demanded shape among the nodes, sorted by name, usable or not.
-
-    ``held`` is the number of workers that the run itself has on each node; their resources count as free.
-    """
+def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
+    """Return the hosts of each TPU slice of the demanded shape that is whole and free, sorted by the slice's name."""
     shape = demand.shape
     assert shape is not None
-    members: dict[str, list[Node]] = {}
+    members: defaultdict[str, list[Node]] = defaultdict(list)
     for node in nodes:
         if node.labels.get("ray.io/tpu-pod-type") == shape.pod_type:
             is_whole = node.total.get("TPU", 0) >= shape.chips
-            name = node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")
-            if name:
-                members.setdefault(name, []).append(node)
-    return [
-        Slice(name, tuple(hosts), _slice_problem(hosts, demand, shape, held or {}))
-        for name, hosts in sorted(members.items())
-    ]
+            members[node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")].append(node)
+    members.pop("", None)
+    return [hosts for _, hosts in sorted(members.items()) if _is_free(hosts, demand, shape)]
 
 
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:
@@ -138,33 +114,30 @@ def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> 
         conditions = f" on nodes with {dict(demand.labels)}" if demand.labels else ""
         conditions += f", {demand.strategy}" if demand.strategy.startswith("STRICT") else ""
         return f"{missing} more worker(s) with {_format(demand.resources)} each{conditions}"
-    problems = [f"{tpu_slice.name}: {tpu_slice.problem}" for tpu_slice in slices_of(nodes, demand) if tpu_slice.problem]
     return (
         f"{-(-missing // shape.workers)} more whole slice(s) {shape.accelerator_type} {shape.topology} of "
-        f"{shape.workers} worker(s) each ({'; '.join(problems[:10]) or 'there are no others'})"
+        f"{shape.workers} worker(s) each, with hosts that live, do not drain and have {_format(demand.resources)} free "
+        "for each worker"
     )
 
 
-def _slice_problem(hosts: Collection[Node], demand: Demand, shape: SliceShape, held: Mapping[str, int]) -> str:
-    """Return the problem that prevents the use of a TPU slice, such as a draining host; empty if it can be used."""
-    chips = sum(host.total.get("TPU", 0) for host in hosts)
-    if chips != shape.chips:
-        return f"{chips:g} of {shape.chips} chips exist"
-    if any(host.draining for host in hosts):
-        return "one of its hosts is draining"
+def _is_free(hosts: list[Node], demand: Demand, shape: SliceShape) -> bool:
+    """Return True if these hosts are a whole TPU slice, and no other job holds any of it."""
     head = head_resource(shape.pod_type)
-    has_head = any(held.get(host.id) or host.available.get(head) for host in hosts if host.total.get(head))
-    if sum(_workers_on(host, demand, held) for host in hosts) < shape.workers or (len(hosts) > 1 and not has_head):
-        return f"held by another job, or without {_format(demand.resources)} for each worker"
-    return ""
+    heads = [host for host in hosts if demand.held.get(host.id) or host.available.get(head)]
+    return (
+        sum(host.total.get("TPU", 0) for host in hosts) == shape.chips
+        and sum(_workers_on(host, demand) for host in hosts) >= shape.workers
+        and (len(hosts) == 1 or any(host.total.get(head) for host in heads))
+    )
 
 
-def _workers_on(node: Node, demand: Demand, held: Mapping[str, int]) -> int:
-    """Return the number of workers that fit on a node; resources that workers of the same run hold count as free."""
-    if node.draining or not _satisfies(node.labels, demand.labels):
+def _workers_on(node: Node, demand: Demand) -> int:
+    """Return the number of workers that fit on a node."""
+    if not _satisfies(node.labels, demand.labels):
         return 0
     free = {
-        name: min(node.available.get(name, 0) + held.get(node.id, 0) * amount, node.total.get(name, 0))
+        name: min(node.available.get(name, 0) + demand.held.get(node.id, 0) * amount, node.total.get(name, 0))
         for name, amount in demand.resources.items()
     }
     return _fitting(free, demand.resources, devices=DEVICES)
@@ -201,28 +174,13 @@ class Stability:
     """Finds the nodes that have existed for ``delay_seconds``. Nodes of the first observation are stable at once."""
 
     delay_seconds: float
-    _since: dict[str, float] | None = None
+    _since: dict[str, float] = field(default_factory=dict)
 
     def observe(self, now: float, nodes: Collection[Node]) -> list[Node]:
         """Record the nodes that exist now, and return those that are stable."""
-        first_seen = self._since or {}
-        default = float("-inf") if self._since is None else now
-        self._since = {node.id: first_seen.get(node.id, default) for node in nodes}
+        default = now if self._since else float("-inf")
+        self._since = {node.id: self._since.get(node.id, default) for node in nodes}
         return [node for node in nodes if now - self._since[node.id] >= self.delay_seconds]
-
-
-def growth_reason(committed: bool, has_checkpoint: bool, waited_seconds: float, patience_seconds: float) -> str:
-    """Return the reason to carry out a planned growth now: ``commit``, ``patience``, or an empty string for not yet.
-
-    Args:
-        committed: True if a checkpoint was committed after the growth was planned.
-        has_checkpoint: True if there is any checkpoint. A growth without one would lose all work.
-        waited_seconds: Seconds since the growth was planned.
-        patience_seconds: Seconds after which the growth is carried out without a commit; 0: no limit.
-    """
-    if committed:
-        return "commit"
-    return "patience" if has_checkpoint and 0 < patience_seconds <= waited_seconds else ""
 
 
 @dataclass
@@ -268,7 +226,7 @@ class Start:
             self._limit = max(self.demand.min_workers, refused - step * 2 ** (self._failures - 1))
             self._limited_until = now + _REFUSED_SECONDS
         if refused <= self.demand.min_workers:
-            self._not_before = now + min(2.0 ** min(self._failures - 1, 10), _MAX_PAUSE_SECONDS)
+            self._not_before = now + min(self._failures**2, _MAX_PAUSE_SECONDS)
 
     def size(self, now: float, possible: int, stable: int) -> int:
         """Return the number of workers to start now; 0: wait.

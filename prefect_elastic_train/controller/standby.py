@@ -17,19 +17,24 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from prefect_elastic_train.controller.sizing import DEVICES
-from prefect_elastic_train.controller.worker_queries import query_workers, ready_references
+from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core.events import Event, StandbysParked
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.worker.preimports import memory_left
-from prefect_elastic_train.worker.standby_process import assigned_devices, process_state, use_devices, warm_up
+from prefect_elastic_train.worker.standby_process import (
+    assigned_devices,
+    memory_and_threads,
+    process_state,
+    use_devices,
+    warm_up,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +42,9 @@ logger = logging.getLogger(__name__)
 #: imports may need the processors.
 _BOOT_AFTER_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # between two checks of the standbys
-_MAX_BACKOFF = 10  # exponent of two by which that grows after losses
 _STANDBY_QUERY_SECONDS = 1.0  # for answers of workers and standbys
 _DEVICES_SECONDS = 30.0  # for the tasks that look up the devices of a placement group
 _EXPECTED_BYTES = 3 * 2**28  # memory of a standby with torch for CUDA
-_BOOTING_SECONDS = 15.0  # for which a worker group waits for standbys that are booting
 
 
 @dataclass
@@ -50,14 +53,14 @@ class Standby:
 
     Attributes:
         actor: Ray's actor.
-        node_id: Ray's id of its node.
+        worker: Ray Train's worker on the same node that it stands by for.
         visible_devices: ``CUDA_VISIBLE_DEVICES`` of its process, which cannot be changed later.
         pending: Ray's reference to its next :class:`ProcessState`, by which the controller notices its death.
         metadata: Ray Train's ActorMetadata of its process; None until it is warm.
     """
 
     actor: Any
-    node_id: str
+    worker: Worker
     visible_devices: str
     pending: Any
     metadata: Any = None
@@ -81,7 +84,7 @@ def kill_actors(actors: Iterable[Any]) -> None:
             ray.kill(actor)
 
 
-class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
+class Standbys(WorkerGroupCallback):  # type: ignore[misc]
     """Callback of Ray Train in the controller, which boots, keeps and kills the standby workers of a run.
 
     Args:
@@ -90,24 +93,26 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         publish: Function that publishes an event.
     """
 
+    _size_bytes = 0  # memory of a standby worker
+
     def __init__(self, framework: str, mode: str, publish: Callable[[Event], None]) -> None:
         self._framework = framework
         self._mode = mode
         self._publish = publish
         self._parked: list[Standby] = []
-        self._published = (0, 0)  # numbers of standbys and workers
-        self._size_bytes = 0
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._group = worker_group
-        self._losses = 0
+        self._pause_seconds = _CHECK_SECONDS
         self._has_reported = False
+        self._published = (0, 0)  # numbers of standbys and workers
         self._next_check = time.monotonic() + _BOOT_AFTER_SECONDS
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Boot missing standby workers if a worker group trains and none of its nodes drains.
 
-        Ray Train calls this after each poll; the standby workers are checked each `_CHECK_SECONDS`.
+        Ray Train calls this after each poll; the standby workers are checked each `_CHECK_SECONDS`. After each loss of
+        a standby worker, for example by lack of memory, the time between two checks doubles.
         """
         now = time.monotonic()
         statuses = worker_group_status.worker_statuses.values()
@@ -121,27 +126,13 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             self._boot_missing()
         except Exception:
             logger.warning("Cannot boot standby workers; training goes on", exc_info=True)
-            self._losses += 1
-        # Standbys that die repeatedly, for example by lack of memory, are booted less often.
-        self._next_check = now + _CHECK_SECONDS * 2.0 ** min(self._losses, _MAX_BACKOFF)
-
-    def after_controller_finish(self, result: Any) -> None:
-        self.release()
-
-    def before_controller_abort(self) -> None:
-        self.release()
-
-    def wait_for_booting(self) -> None:
-        """Wait for a limited time for standby workers that are booting: workers booted now would be ready later."""
-        booting = [standby.pending for standby in self._parked if standby.metadata is None]
-        with suppress(Exception):
-            ready_references(booting, _BOOTING_SECONDS)
+            self._pause_seconds *= 2
+        self._next_check = now + self._pause_seconds
 
     def release(self, but_not: Collection[Any] = ()) -> None:
         """Kill all standby workers, except those with an actor in ``but_not``. Afterwards none is registered."""
         kill_actors(standby.actor for standby in self._parked if standby.actor not in but_not)
         self._parked = []
-        self._published = (0, 0)
 
     def assign(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
         """Return warm standby workers as workers of a placement group, by bundle index; kill all unused ones.
@@ -168,21 +159,17 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         """Boot a standby worker for each worker that has none, if the worker's node has memory for it."""
         self._collect()
         workers = self._group.get_workers()
-        parked_nodes = [standby.node_id for standby in self._parked]
-        missing = []
-        for worker in workers:
-            if worker.metadata.node_id in parked_nodes:
-                parked_nodes.remove(worker.metadata.node_id)
-            else:
-                missing.append(worker)
+        missing = [worker for worker in workers if worker not in [standby.worker for standby in self._parked]]
         visible = _visible_devices((worker.metadata.node_id, worker.metadata.accelerator_ids) for worker in workers)
-        free_memory = query_workers(missing, memory_left, _STANDBY_QUERY_SECONDS)
-        for rank, free_bytes in free_memory.items():
+        answers = query_workers(missing, memory_and_threads, _STANDBY_QUERY_SECONDS)
+        for rank, (free_bytes, threads) in answers.items():
             node_id = missing[rank].metadata.node_id
-            booting = sum(standby.node_id == node_id and standby.metadata is None for standby in self._parked)
+            booting = sum(
+                node_id == standby.worker.metadata.node_id for standby in self._parked if not standby.metadata
+            )
             if self._mode == "on" or free_bytes >= (booting + 1) * _EXPECTED_BYTES:
-                self._parked.append(self._boot(node_id, visible[node_id]))
-        is_settled = len(free_memory) == len(missing) and all(standby.metadata for standby in self._parked)
+                self._parked.append(self._boot(missing[rank], visible[node_id], threads))
+        is_settled = len(answers) == len(missing) and all(standby.metadata for standby in self._parked)
         numbers = (len(self._parked), len(workers))
         if is_settled and self._published != numbers:
             self._published = numbers
@@ -190,28 +177,27 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _collect(self) -> None:
         """Mark the standby workers that have become warm, and drop those that have died."""
-        ready = ready_references([standby.pending for standby in self._parked], timeout_seconds=0)
-        for standby in [standby for standby in self._parked if standby.pending in ready]:
+        for standby in [*self._parked]:
             try:
-                self._size_bytes, standby.metadata = ray.get(standby.pending, timeout=_STANDBY_QUERY_SECONDS)
+                self._size_bytes, standby.metadata = ray.get(standby.pending, timeout=0)
                 standby.pending = standby.actor.execute.remote(process_state)
+            except GetTimeoutError:
+                continue  # it boots
             except Exception as error:  # noqa: BLE001 - it is replaced
                 logger.info("A standby worker died: %s", error)
-                self._losses += 1
+                self._pause_seconds *= 2
                 self._parked.remove(standby)
                 kill_actors([standby.actor])
 
-    def _boot(self, node_id: str, visible_devices: str) -> Standby:
-        """Start a standby worker on a node, and return it without waiting until it is warm."""
+    def _boot(self, worker: Worker, visible_devices: str, threads: str) -> Standby:
+        """Start a standby worker on the node of a worker, and return it without waiting until it is warm."""
         group = self._group
-        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        user_environment = group._train_run_context.run_config.worker_runtime_env or {}
-        environment = WorkerGroup._get_worker_runtime_env(user_environment)
-        worker = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=affinity)(group._worker_cls)
-        actor = worker.remote()
-        cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
-        pending = actor.execute.remote(warm_up, visible_devices, self._framework, cpus)
-        return Standby(actor, node_id, visible_devices, pending)
+        affinity = NodeAffinitySchedulingStrategy(worker.metadata.node_id, soft=False)
+        environment = group._get_worker_runtime_env(group._train_run_context.run_config.worker_runtime_env)
+        remote_class = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=affinity)(group._worker_cls)
+        actor = remote_class.remote()
+        pending = actor.execute.remote(warm_up, visible_devices, self._framework, threads)
+        return Standby(actor, worker, visible_devices, pending)
 
 
 def _assign(
@@ -223,20 +209,21 @@ def _assign(
     see, and answers.
     """
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    devices = _bundle_devices(group, indices, resources["GPU"]) if resources.get("GPU") else {}
-    visible = _visible_devices((nodes[index], devices.get(index, {})) for index in indices)
+    devices: dict[int, dict[str, list[Any]]] = {index: {} for index in indices}
+    if resources.get("GPU"):
+        devices = _bundle_devices(group, indices, resources["GPU"])
+    visible = _visible_devices((nodes[index], devices[index]) for index in indices)
     workers: dict[int, Worker] = {}
     for index in indices:
         location = (nodes[index], visible[nodes[index]])
-        own_devices = devices.get(index, {})
-        for standby in [standby for standby in warm if (standby.node_id, standby.visible_devices) == location]:
+        for standby in [standby for standby in warm if (standby.metadata.node_id, standby.visible_devices) == location]:
             warm.remove(standby)
             try:
-                ray.get(standby.actor.execute.remote(use_devices, own_devices), timeout=_STANDBY_QUERY_SECONDS)
+                ray.get(standby.actor.execute.remote(use_devices, devices[index]), timeout=_STANDBY_QUERY_SECONDS)
             except Exception as error:  # noqa: BLE001 - another worker is booted instead
                 logger.info("A standby worker died: %s", error)
                 continue
-            metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **own_devices})
+            metadata = replace(standby.metadata, accelerator_ids=standby.metadata.accelerator_ids | devices[index])
             workers[index] = Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)
             break
     return workers

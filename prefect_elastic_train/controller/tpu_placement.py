@@ -15,11 +15,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.controller.nodes import cluster_nodes
-from prefect_elastic_train.controller.sizing import Demand, Slice, head_resource, slices_of
+from prefect_elastic_train.controller.sizing import Demand, free_slices, head_resource
 
 _RELEASE_SECONDS = 15.0  # for the slices of the previous group to become free
 _HEAD_SECONDS = 10.0  # to reserve the head of a free slice
 _POLL_SECONDS = 0.5
+_SLICE_NAME = "ray.io/tpu-slice-name"  # label of a node
 
 
 def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandle:
@@ -30,17 +31,21 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
     """
     shape = demand.shape
     assert shape is not None
-    slices = _free_slices(demand, context.num_slices)
+    slices = free_slices(cluster_nodes(), demand)
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    while len(slices) < context.num_slices:
+        if time.monotonic() > deadline:
+            raise WorkerGroupStartupTimeoutError(context.num_workers)
+        time.sleep(_POLL_SECONDS)
+        slices = free_slices(cluster_nodes(), demand)
     heads = list[PlacementGroup]()
-    if len(slices) < context.num_slices:
-        raise WorkerGroupStartupTimeoutError(context.num_workers)
     selectors: list[dict[str, str]] = []
     try:
-        for tpu_slice in slices:
+        for hosts in slices[: context.num_slices]:
             # A single host has no slice name. Without a node id, Ray would accept a host of a larger slice.
-            selector = {"ray.io/node-id": tpu_slice.nodes[0].id}
-            if len(tpu_slice.nodes) > 1:
-                selector = {"ray.io/tpu-slice-name": tpu_slice.name}
+            selector = {"ray.io/node-id": hosts[0].id}
+            if len(hosts) > 1:
+                selector = {_SLICE_NAME: hosts[0].labels[_SLICE_NAME]}
                 # Ray's own function to reserve a head runs a task on its host first, without a time limit.
                 head = placement_group(
                     [{head_resource(shape.pod_type): 1}],
@@ -53,10 +58,9 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
         group = SlicePlacementGroup(
             topology=shape.topology,
             accelerator_version=get_tpu_version_from_type(shape.accelerator_type),
-            num_slices=len(slices),
+            num_slices=context.num_slices,
             resources_per_bundle=context.resources_per_worker,
             strategy=context.placement_strategy,
-            head_reservation_timeout_s=_HEAD_SECONDS,
             bundle_label_selector=selectors,
         )
     except Exception:
@@ -65,13 +69,3 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
         raise
     group._head_pgs += heads  # which it removes with the rest
     return handles.SlicePlacementGroupHandle(group)
-
-
-def _free_slices(demand: Demand, number: int) -> list[Slice]:
-    """Return this number of free TPU slices, or fewer if no more become free within `_RELEASE_SECONDS`."""
-    deadline = time.monotonic() + _RELEASE_SECONDS
-    while True:
-        free = [tpu_slice for tpu_slice in slices_of(cluster_nodes(), demand) if not tpu_slice.problem]
-        if len(free) >= number or time.monotonic() > deadline:
-            return free[:number]
-        time.sleep(_POLL_SECONDS)

@@ -116,7 +116,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         replica_group_size: int | None = None,
     ) -> Any:
         """Return ranked workers for a placement group: warm standby workers where possible, else newly booted ones."""
-        self.state.timing.mark("placement")
+        self.state.mark_phase("placement")
         indices = placement_group_bundle_indices or list(range(num_workers))
         warm = self.state.standbys.assign(placement_group, indices, resources_per_worker)
         rest = [index for index in indices if index not in warm]
@@ -128,12 +128,10 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise
         workers = sorted([*warm.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
         ranked = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
-        self.state.timing.mark("workers")
+        self.state.mark_phase("workers")
         return ranked
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
-        self.state.standbys.wait_for_booting()
-        self.state.timing.mark("standby boot")
         demand = demand_of(scaling_config)
         if demand.shape is None:
             handle = super()._create_placement_group(scaling_config, worker_group_context)
@@ -156,7 +154,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
 def _lost_or_draining_nodes(node_ids: set[str]) -> set[str]:
     """Return the ids in `node_ids` whose nodes are dead or draining; none if the cluster's nodes cannot be listed."""
     try:
-        return node_ids - {node.id for node in cluster_nodes() if not node.draining}
+        return node_ids - {node.id for node in cluster_nodes()}
     except Exception:
         logger.warning("Cannot list the nodes of the cluster; waiting for them", exc_info=True)
         return set()

@@ -1,6 +1,6 @@
 """TPU slices: their size, and the numbers of workers that fill whole slices. Ray reserves all hosts of a slice or none.
 
-Belongs to all processes; loaded for TPUs only.
+Belongs to all processes; the flow process loads it for TPUs only.
 
 Uses ``ray._private.accelerators.tpu``, as Ray does when it places workers. The public module lacks the valid types and
 topologies (``VALID_TPU_TYPES``, ``VALID_TPU_TOPOLOGY``), the numbers of chips that a process may hold

@@ -19,9 +19,8 @@ from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
-from prefect_elastic_train.runs.run_filesystem import RunFilesystem, run_filesystem
+from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.worker import loop_inspection
@@ -60,7 +59,7 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy the checkpoint to a directory, by default one that all readers on the machine share; return its path."""
-        handler: RunFilesystem = self.filesystem.handler
+        handler = self.filesystem.handler
         name = handler.relative_path(self.path)
         if path is not None:
             handler.store.download(name, os.path.expanduser(path))
@@ -85,26 +84,20 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
                 yield folder
 
 
-class _TrackedCheckpoint(RunCheckpoint):
-    """The checkpoint that a train loop may restore. It records in ``loop_inspection.state`` if the loop reads it."""
+class TrackedCheckpoint(RunCheckpoint):
+    """The checkpoint that a train loop may restore. It records in ``loop_inspection.state`` if the loop reads it.
+
+    It is a copy of Ray's object with the same id, by which the ranks of a machine share one download.
+    """
+
+    def __init__(self, original: Checkpoint) -> None:
+        self.__dict__.update(original.__dict__)
 
     def __getattribute__(self, name: str) -> Any:
         # Every read uses the path, and a copy of this object may read later.
         if name in ("path", "__reduce_ex__"):
             loop_inspection.state.opened = True
         return super().__getattribute__(name)
-
-
-def tracked_checkpoint(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Return a copy of the checkpoint object that the train loop may restore, which records if the loop reads it.
-
-    The files are not copied. Returns None without a checkpoint.
-    """
-    if checkpoint is None:
-        return None
-    tracked = _TrackedCheckpoint(checkpoint.path, checkpoint.filesystem)
-    tracked._uuid = checkpoint._uuid  # the ranks of a machine share one download by it
-    return tracked
 
 
 def open_checkpoint(uri: str, settings: StorageSettings) -> Checkpoint:
@@ -130,8 +123,6 @@ def use_unique_folders(context: rays_context.TrainContext, attempt: int, group: 
 
     def agree_on_folder(name: str | None = None) -> str:
         name = name or context.storage_context.make_default_checkpoint_dir_name()
-        if ".." in name.split("/"):
-            raise ConfigurationError(f"checkpoint_dir_name={name!r} is refused: use a name without '..'")
         return str(agree(physical_name(name.rstrip("/"), attempt, group, next(reports))))
 
     context._sync_checkpoint_dir_name_across_ranks = agree_on_folder

@@ -18,8 +18,8 @@ from prefect_elastic_train.storage.retries import Waits, collect_waits
 
 #: Files that are not the user's code.
 _LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
-#: Functions in which Ray Train and torch wait for the other ranks.
-_WAITING = re.compile(r", in \w*(?:across_ranks|barrier|broadcast|all_gather|all_reduce|reduce_scatter)")
+#: Files in which the loop waits: Ray's, such as in report(), and torch's collectives. DDP's run in the backward pass.
+_WAITING_FILES = "-packages/ray/|distributed_c10d|autograd/graph"
 
 
 @dataclass
@@ -95,7 +95,13 @@ def has_session() -> bool:
     return _session() is not None
 
 
-def innermost_frame() -> Any:
+def is_waiting() -> bool:
+    """Return True if the train loop waits for Ray or for other ranks."""
+    frame = _innermost_frame()
+    return frame is not None and re.search(_WAITING_FILES, frame.f_code.co_filename) is not None
+
+
+def _innermost_frame() -> Any:
     """Return the innermost frame of the thread that runs the train loop; None if no loop runs."""
     context = train_context()
     thread = context and context.execution_context.training_thread_runner._thread
@@ -107,7 +113,7 @@ def current_line() -> str:
 
     The text continues a sentence: ``at train.py:31 in step: loss.backward()``.
     """
-    frame = innermost_frame()
+    frame = _innermost_frame()
     if not frame:
         return "at the end of the loop"
     stack = traceback.extract_stack(frame)
@@ -128,8 +134,8 @@ def thread_stacks() -> str:
     del threads[threading.get_ident()]
     session = _session()
     steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
-    waits = _WAITING.search("".join(traceback.format_stack(innermost_frame())))
-    return "\n".join([f"{'waits for other ranks' if waits else 'is'} {current_line()}", *steps, *threads.values()])
+    doing = "waits for Ray or other ranks" if is_waiting() else "is"
+    return "\n".join([f"{doing} {current_line()}", *steps, *threads.values()])
 
 
 def _thread_frames() -> dict[int, Any]:

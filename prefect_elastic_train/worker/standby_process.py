@@ -6,14 +6,13 @@ and that process asks Ray for its own devices.
 
 import os
 import sys
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 
-from prefect_elastic_train.worker.preimports import WORKER_MODULES, import_ahead, run_torch_step
+from prefect_elastic_train.worker.preimports import WORKER_MODULES, import_ahead, memory_left, run_torch_step
 
 _EXIT_SECONDS = 10.0  # for which a worker waits for the exit of those that used its devices
 
@@ -25,7 +24,12 @@ class ProcessState(NamedTuple):
     metadata: ActorMetadata
 
 
-def warm_up(visible_devices: str, framework: str, cpus: float) -> ProcessState:
+def memory_and_threads() -> tuple[float, str]:
+    """Return the memory in bytes that standby workers may use on this worker's node, and its ``OMP_NUM_THREADS``."""
+    return memory_left(), os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def warm_up(visible_devices: str, framework: str, threads: str) -> ProcessState:
     """Import in this standby worker what a train loop needs, run a torch step, and return the state of the process.
 
     The train loop itself is not imported: its module may do something that depends on the rank, or that needs the
@@ -34,13 +38,9 @@ def warm_up(visible_devices: str, framework: str, cpus: float) -> ProcessState:
     Args:
         visible_devices: Value of ``CUDA_VISIBLE_DEVICES``; empty to leave it as it is.
         framework: ``"torch"``, ``"jax"`` or ``"none"``.
-        cpus: Number of CPUs of a worker.
+        threads: ``OMP_NUM_THREADS`` of a worker. Ray sets one thread for an actor without CPUs.
     """
-    # Ray sets one thread for an actor without CPUs. Use the number of threads that a worker gets.
-    variables = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
-    with suppress(psutil.Error):  # the parent is the raylet
-        variables = {**psutil.Process(os.getppid()).environ(), **variables}
-    os.environ["OMP_NUM_THREADS"] = variables.get("OMP_NUM_THREADS") or str(max(1, int(cpus)))
+    os.environ["OMP_NUM_THREADS"] = threads
     if visible_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
     if framework == "jax":

@@ -4,7 +4,6 @@ Uses ``ray.train.v2._internal``, since Ray has no public way to replace the work
 """
 
 import logging
-import re
 import time
 from typing import Any
 
@@ -17,9 +16,6 @@ from prefect_elastic_train.worker.rank_failures import portable_failure
 logger = logging.getLogger(__name__)
 
 _SLOW_SECONDS = 60.0  # duration of an upload or download, between two warnings
-_SAMPLE_SECONDS = 0.25  # between two samples of the loop's position; taking one stops all threads of the worker
-#: Files in which the loop waits: Ray's, such as in report(), and torch's collectives. DDP's run in the backward pass.
-_WAITING_FILES = "-packages/ray/|distributed_c10d|autograd/graph"
 
 
 class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
@@ -29,19 +25,15 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     """
 
     _warned_at = 0.0
-    _sampled_at = 0.0
-    _free_at = 0.0  # time of the last sample in which the loop did not wait for Ray or other ranks; 0: none
+    _free_at = 0.0  # time of the last poll in which the loop did not wait for Ray or other ranks; 0: none
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_inspection.session_position()
         status.error = portable_failure(status.error)
         now = time.monotonic()
-        if now - self._sampled_at > _SAMPLE_SECONDS:
-            self._sampled_at = now
-            frame = loop_inspection.innermost_frame()
-            if not (frame and self._free_at and re.search(_WAITING_FILES, frame.f_code.co_filename)):
-                self._free_at = now
+        if not (self._free_at and loop_inspection.is_waiting()):
+            self._free_at = now
         status.waited = now - self._free_at
         began = waiting_since()
         if began and now - max(began, self._warned_at) > _SLOW_SECONDS:

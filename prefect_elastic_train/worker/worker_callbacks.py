@@ -24,8 +24,8 @@ from prefect_elastic_train.storage.retries import operation
 from prefect_elastic_train.worker import loop_inspection
 from prefect_elastic_train.worker.checkpoints import (
     RunStorageContext,
+    TrackedCheckpoint,
     to_json_values,
-    tracked_checkpoint,
     use_unique_folders,
 )
 from prefect_elastic_train.worker.standby_process import wait_for_devices
@@ -47,12 +47,13 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     to wait: otherwise they would fill the disk.
     """
 
+    _group = 0  # number of worker groups that the attempt has started
+    _reporting = 0  # identifier of the loop's thread while it reports
+    _saves = False  # True if that report has a checkpoint
+
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._group = 0  # number of worker groups that the attempt has started
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
-        self._reporting = 0  # identifier of the loop's thread while it reports
-        self._saves = False  # True if that report has a checkpoint
 
     def begin_group(self, failures: int) -> None:
         """Prepare these hooks, in the controller, for the next worker group, whose workers get copies of the hooks.
@@ -74,7 +75,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         loop_inspection.track_checkpoint_reads(context)
         report = context.report
         context.report = lambda metrics, *more, **options: report(to_json_values(metrics), *more, **options)
-        context.checkpoint = tracked_checkpoint(context.checkpoint)
+        context.checkpoint = context.checkpoint and TrackedCheckpoint(context.checkpoint)
         context.storage_context = RunStorageContext(context.storage_context)
 
     @contextmanager

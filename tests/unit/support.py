@@ -28,7 +28,6 @@ from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.runs.snapshots import parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
-from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -152,8 +151,8 @@ def run_callback(
 ) -> RunCallback:
     """Return the callback of a controller, with its state."""
     context = RunContext("mnist", "0" * 32, attempt, "", store.uri, score_attribute=score_attribute)
-    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures)
-    return RunCallback(ControllerState(settings), WorkerHooks(context))
+    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures, "", "off")
+    return RunCallback(ControllerState(settings))
 
 
 class Training:

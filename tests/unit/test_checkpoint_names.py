@@ -3,12 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name, written_by
-from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.worker.checkpoints import use_unique_folders
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
@@ -42,8 +40,6 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
     use_unique_folders(worker, 3, 2)
     for name in ("latest", "latest/", None, f"a/{'ü' * 200}"):
         assert worker._sync_checkpoint_dir_name_across_ranks(name) == "latest.a0003.g02.r0001"
-    with pytest.raises(ConfigurationError, match="use a name without"):
-        worker._sync_checkpoint_dir_name_across_ranks("a/../b")
     assert sent[:3] == ["latest.a0003.g02.r0001", "latest.a0003.g02.r0002", "checkpoint_now.a0003.g02.r0003"]
     assert (sent[3][:3], sent[3][-16:]) == ("a/ü", "ü.a0003.g02.r0004"[-16:])
     assert len(sent[3].rpartition("/")[2].encode()) in (254, 255), "what is too long for a disk is cut"

@@ -24,8 +24,8 @@ from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from prefect_elastic_train.worker import loop_inspection
 from prefect_elastic_train.worker.checkpoints import (
     RunStorageContext,
+    TrackedCheckpoint,
     open_checkpoint,
-    tracked_checkpoint,
     use_unique_folders,
 )
 from tests.unit.ray_storage import Ray
@@ -195,7 +195,7 @@ def test_a_worker_reads_where_it_is_what_is_on_its_disk_and_a_copy_of_anything_e
 ) -> None:
     _report(run, source)
     handed = Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1))
-    with tracked_checkpoint(handed).as_directory() as folder:
+    with TrackedCheckpoint(handed).as_directory() as folder:
         assert _read(folder) == FILES
         assert (folder == handed.path) == isinstance(run, LocalRunStore), "it is read where it is"
     assert list(temporary.iterdir()) == [], "a copy is left"
@@ -207,7 +207,7 @@ def test_whether_a_loop_looks_into_its_checkpoint_is_noted(disk: Storage, source
     _report(run, source)
     for look in (attrgetter("path"), Checkpoint.to_directory, Checkpoint.get_metadata, pickle.dumps):
         loop_inspection.state.opened = False
-        found = tracked_checkpoint(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
+        found = TrackedCheckpoint(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
         assert not loop_inspection.state.opened
         look(found)
         assert loop_inspection.state.opened
@@ -219,7 +219,7 @@ def test_ranks_of_a_machine_fetch_what_they_are_handed_once(
 ) -> None:
     _report(run, source)
     handed = Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1))
-    first, second = (tracked_checkpoint(pickle.loads(pickle.dumps(handed))) for _ in range(2))
+    first, second = (TrackedCheckpoint(pickle.loads(pickle.dumps(handed))) for _ in range(2))
     fetched: list[str] = []
     download = ObjectRunStore.download
     with monkeypatch.context() as patch:

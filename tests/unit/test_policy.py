@@ -18,7 +18,13 @@ from ray.train import ControllerError, RunConfig
 from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import preemption
-from ray.train.v2._internal.execution.controller.state import PreemptingState, RunningState
+from ray.train.v2._internal.execution.controller.state import (
+    FinishedState,
+    PreemptingState,
+    ReschedulingState,
+    RunningState,
+    SchedulingState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -35,8 +41,7 @@ from prefect_elastic_train.controller.scaling_policy import GrowthDecision, RunS
 from prefect_elastic_train.controller.sizing import Node
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.core.events import WaitingForCapacity
-from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.ray_configs import scaling_config
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
 
@@ -48,26 +53,29 @@ class Cluster(RunScalingPolicy):
     group: SimpleNamespace
     fits: int | None = 0
     taken: Collection[int] = ()
-
-    def _maybe_send_resource_request(self) -> None:
-        """Nobody is there to ask."""
-
-    def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
-        if self.fits is None:
-            raise GetTimeoutError
-        return {"any": {"CPU": 100.0}}
+    asked = 0
 
     def show(self, fits: int | None) -> None:
         """Let the cluster have so many nodes."""
         self.fits = fits
-        taken = dict.fromkeys(self.taken, 0.0)
-        nodes = [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(fits or 0)]
-        scaling_policy.cluster_nodes = lambda: nodes  # type: ignore[attr-defined]
+        scaling_policy.cluster_nodes = self._nodes  # type: ignore[attr-defined]
 
-    def start(self, fits: int | None) -> int:
-        """Return how many workers are started where so many fit, 0 for none yet."""
+    def _nodes(self) -> list[Node]:
+        self.asked += 1
+        if self.fits is None:
+            raise GetTimeoutError
+        taken = dict.fromkeys(self.taken, 0.0)
+        return [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(self.fits)]
+
+    def start(self, fits: int | None, fails: Exception | None = None) -> int:
+        """Return how many workers are started where so many fit, 0 for none yet; the start may fail."""
         self.show(fits)
-        return getattr(self.make_decision_for_non_running_worker_group(), "num_workers", 0)
+        decision = self.make_decision_for_non_running_worker_group()
+        size = getattr(decision, "num_workers", 0)
+        if size:
+            following = ReschedulingState(ControllerError(fails)) if fails else RunningState()
+            self.after_controller_state_update(SchedulingState(decision), following)
+        return size
 
     def grow(self, fits: int | None, committed: bool = False, finished: bool = False) -> Any:
         """Return what is decided about a healthy group where so many fit, None for nothing."""
@@ -81,18 +89,18 @@ class Cluster(RunScalingPolicy):
 class State(SimpleNamespace):
     """The part of the controller's state that the policies use."""
 
-    def __init__(self, scaling: ScalingSettings | None = None, requester_id: str = "run-x") -> None:
+    def __init__(self, scaling: ScalingSettings | None = None, requester_id: str = "") -> None:
         self.waiting: list[WaitingForCapacity] = []
         self.failures: dict[int, Exception] = {}
         self.settings = SimpleNamespace(scaling=scaling or ScalingSettings(max_workers=4), requester_id=requester_id)
         super().__init__(
-            start_failure=None,
             checkpoint="a",
             commit_count=0,
             is_draining=False,
+            is_preempted=False,
             budget=FailureWindow(0),
-            loops=LoopWatch(False, lambda event: None),
-            standbys=SimpleNamespace(release=lambda: None, wait_for_booting=lambda: None, assign=lambda *arguments: {}),
+            loops=LoopWatch(FailureSettings(), lambda event: None),
+            standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
             publish=self.waiting.append,
         )
 
@@ -153,15 +161,9 @@ def _context(max_preemption_failures: int = -1) -> Any:
     return SimpleNamespace(run_config=RunConfig(failure_config=failures))
 
 
-def _fail_to_start(failure: Exception) -> None:
-    assert (
-        RunFailurePolicy(FailureConfig(), Cluster.shared).make_decision(ControllerError(failure))
-        is FailureDecision.RETRY
-    )
-
-
-def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
-    assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 4, 9)] == [0, 2, 3, 4, 4]
+def test_training_starts_as_large_as_fits_between_minimum_and_maximum(state: State) -> None:
+    assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 9, 4)] == [0, 2, 3, 4, 4]
+    assert state.assumed_nodes == {"n0", "n1", "n2", "n3"}
 
 
 def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_smaller(
@@ -196,7 +198,7 @@ def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_th
     assert state.waiting[1].missing == "an answer of the cluster"
 
 
-def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not_after_a_loss(
+def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_after_a_loss_only_a_moment(
     later: Callable[[float], None],
 ) -> None:
     policy = _policy(wait_for_max_seconds=60)
@@ -205,25 +207,14 @@ def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not
     assert policy.start(2) == 2
     later(100.0)
     assert policy.grow(2) is None
-    policy.start(1)
+    assert policy.start(1) == 0  # the lost group may give something back
     later(2.0)
     assert policy.start(1) == 1
 
 
-def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(state: State) -> None:
-    policy = _policy(2, 4)
-    assert policy.start(4) == 4
-    assert state.assumed_nodes == {"n0", "n1", "n2", "n3"}
-    policy.taken = (0, 1)
-    assert policy.start(4) == 0
-    policy.taken = ()
-    assert policy.start(4) == 4
-
-
 def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Callable[[float], None]) -> None:
     policy = _policy()
-    assert policy.start(4) == 4
-    _fail_to_start(WorkerGroupStartupTimeoutError(4))
+    assert policy.start(4, fails=WorkerGroupStartupTimeoutError(4)) == 4
     assert policy.start(4) == 3
     policy.group = _group(3)
     assert policy.grow(4) is policy.grow(4, committed=True) is None
@@ -242,14 +233,12 @@ def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Ca
 def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
     state: State, later: Callable[[float], None], failure: Exception, told: str, retried: int
 ) -> None:
-    policy = _policy(2, 4, capacity_timeout_seconds=30)
-    policy.start(2)
-    _fail_to_start(failure)
+    policy = _policy(2, 4, capacity_timeout_seconds=4)
+    policy.start(2, fails=failure)
     assert policy.start(4) == 0  # it pauses
     later(1.0)
-    assert policy.start(4) == retried  # smaller only for want of room
-    _fail_to_start(failure)
-    later(30.0)
+    assert policy.start(4, fails=failure) == retried  # smaller only for want of room
+    later(3.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
         policy.start(4)
     assert state.waiting[0].missing == told
@@ -296,18 +285,17 @@ def test_a_commit_is_of_no_use_to_a_growth_that_was_not_announced_nor_to_another
 
 
 def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interval(
-    monkeypatch: pytest.MonkeyPatch, later: Callable[[float], None]
+    later: Callable[[float], None],
 ) -> None:
-    policy, asked = _policy(), []
-    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: [asked.append("each time 5 s"), 1 / 0])
+    policy = _policy()
     for seconds in (0.0, 0.0, 1.0):
         later(seconds)
-        assert policy.grow(4) is None
-    assert len(asked) == 2
+        assert policy.grow(None) is None
+    assert policy.asked == 2
 
 
 def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit_when_patience_is_over(
-    later: Callable[[float], None],
+    state: State, later: Callable[[float], None]
 ) -> None:
     policy = _policy(resize_patience_seconds=90)
     policy.grow(4)
@@ -316,8 +304,12 @@ def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit
     later(1.0)
     assert policy.grow(3) is None
     later(90.0)
+    state.checkpoint = ""
+    assert policy.grow(4) is None  # it would throw away all work
+    later(1.0)
+    state.checkpoint = "a"
     decision = policy.grow(4)
-    assert (decision.reason, decision.waited_seconds) == ("patience", 90)
+    assert (decision.reason, decision.waited_seconds) == ("patience", 91)
 
 
 def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_which_is_said_once(
@@ -370,9 +362,10 @@ def test_the_policy_reserves_under_the_runs_own_id(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
     monkeypatch.setattr(scaling_policy.ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
-    policy = State().policy()
+    policy = State(requester_id="run-x").policy()
     policy.after_controller_start(_context())
-    assert policy._get_reserved_resources() == {"n0": {"CPU": 1.0}}
+    monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: [Node("n0", {"CPU": 4.0}, {"CPU": 4.0})])
+    assert policy._capacity(0.0, {}).possible == 1  # as many as are reserved
     assert asked == ["run-x", ("run-x", True)]
     assert coordinators.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60  # two renewals fit in
 
@@ -400,9 +393,9 @@ def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch
 
 
 def test_a_run_that_is_alone_on_its_cluster_reserves_nothing_and_boots_no_coordinator() -> None:
-    alone = State(requester_id="").policy()
+    alone = State().policy()
     alone.after_controller_start(_context())
-    alone._maybe_send_resource_request()
+    alone.after_controller_state_update(RunningState(), RunningState())
     assert alone._coordinator_client is None
 
 
@@ -427,12 +420,11 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
     drained = {"n0": int(1000 * (time.time() + seconds)) if seconds else 0, "of nobody": 1}
     monkeypatch.setattr(preemption, "_get_draining_nodes", lambda: drained)
     nodes = [
-        Node("n0", {"CPU": 1.0}, {"CPU": 0.0}, draining=True),
         Node("n1", {"CPU": 1.0}, {"CPU": 0.0}),
         Node("n2", {"CPU": 1.0}, {"CPU": float(free)}),
     ]
     monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: nodes)
-    policy = State(ScalingSettings(min_workers=2, max_workers=2), requester_id="").policy()
+    policy = State(ScalingSettings(min_workers=2, max_workers=2)).policy()
     policy.after_controller_start(_context(max_preemption_failures))
     kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # as for an actor
     notices: list[Any] = []
@@ -447,22 +439,12 @@ def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before
         assert len(notices) == 1  # it is looked at again
 
 
-def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:
-    policy, renewed = _policy(), list[str]()
+def test_what_is_reserved_is_renewed_during_a_drain_too_and_not_after_the_end() -> None:
+    policy, renewed = State(requester_id="run-x").policy(), list[str]()
     policy._maybe_send_resource_request = lambda: renewed.append("in time")
-    for current in (PreemptingState(None, 0.0), RunningState()):  # of which the second asks for a decision
+    for current in (PreemptingState(None, 0.0), RunningState(), FinishedState()):
         policy.after_controller_state_update(current, current)
-    assert renewed == ["in time"]
-
-
-@pytest.mark.parametrize("permanent_is_first", [True, False])
-def test_of_several_faults_of_the_storage_the_permanent_one_counts(state: State, permanent_is_first: bool) -> None:
-    state.is_draining = True
-    faults = [StorageFaultError("…", kind="outage", permanent=is_it) for is_it in (permanent_is_first, True, False)]
-    error = WorkerGroupError("ranks failed", {0: ValueError("nan"), **dict(enumerate(faults, 1))})
-    unlimited = RunFailurePolicy(FailureConfig(max_failures=-1), state)
-    assert unlimited.make_decision(error) is FailureDecision.RAISE
-    assert unlimited.make_decision(WorkerGroupError("a rank failed", {0: faults[-1]})) is FailureDecision.RETRY
+    assert renewed == ["in time"] * 2
 
 
 @pytest.mark.parametrize(
@@ -511,7 +493,7 @@ def test_a_loop_that_saves_when_it_starts_and_then_fails_at_the_same_step_is_nev
         found.begin_group()
         found.commit()
         later(4000)
-        counts.append(found.record_failure("worker_group"))
+        counts.append(found.record_failure(is_preemption=False))
         found.end_group()
     assert counts == [0, 1, 2, 3, 4]
 
@@ -544,7 +526,7 @@ def _starting_group(
     ended: list[str] = []
     handle = SimpleNamespace(shutdown=lambda: ended.append("placement group"))
     state.assumed_nodes = {"a", "b"}
-    state.timing = SimpleNamespace(mark=lambda phase: None)
+    state.mark_phase = lambda phase: None
     for name, replaced in (("_start", start), ("_create_placement_group", lambda *arguments: handle)):
         monkeypatch.setattr(worker_group.WorkerGroup, name, replaced)
     monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in living])

@@ -121,7 +121,7 @@ OWNERS: list[tuple[Any, str]] = [
     (ScalingConfig, "_resources_per_worker_not_none"),
     (TrainControllerState, "_state_type"),
     (context.TrainContext, "_sync_checkpoint_dir_name_across_ranks"),
-    (Checkpoint("/"), "_get_temporary_checkpoint_dir _uuid"),
+    (Checkpoint("/"), "_get_temporary_checkpoint_dir"),
 ]
 ATTRIBUTES = {name: owner for owner, names in OWNERS for name in names.split()}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
@@ -311,7 +311,7 @@ def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
 ) -> None:
     rays, relaxed = controller.RaysTrainController, list[Any]()
     monkeypatch.setattr(rays, "_relax_collectives_during_preemption", lambda self, info: relaxed.append(info))
-    monkeypatch.setattr(controller, "query_workers", lambda workers, function, seconds: answers)
+    monkeypatch.setattr(controller, "query_workers", lambda workers, function: answers)
     made = controller.TrainController.__new__(controller.TrainController)
     made._run_config = RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=asked))
     made._worker_group = SimpleNamespace(get_workers=list)

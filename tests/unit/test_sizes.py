@@ -23,6 +23,7 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, check_run_is_free
+from prefect_elastic_train.runs.commits import LatestCheckpoint
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from tests.unit.support import Training, private_folder, run_callback, spec
 
@@ -74,7 +75,8 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
         if index % every == 0 or index == len(reports) - 1:
             training.upload(f"checkpoint_{index}")
             kept.append({"version": 0, "checkpoint_dir_name": f"checkpoint_{index}", "metrics": metrics})
-            made = SimpleNamespace(path=f"{training.store.path}/checkpoint_{index}")
+            made = LatestCheckpoint(f"checkpoint_{index}", metrics, size_bytes=1, commit=(begun.attempt, index))
+            controller._state.commits.latest = made
         controller.after_report(SimpleNamespace(checkpoint=made), [metrics])
     training.snapshot |= {"checkpoint_report_indices": [*range(len(kept))], "latest_checkpoint_result": kept[-1]}
     training.log.commit(json.dumps(training.snapshot).encode())

@@ -13,9 +13,11 @@ import cloudpickle
 import psutil
 import pytest
 import torch.distributed as dist
+from ray.exceptions import GetTimeoutError
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
-from prefect_elastic_train.controller import standby, worker_queries
+from prefect_elastic_train.controller import standby
 from prefect_elastic_train.controller.standby import Standby, Standbys
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.loop.context import RunContext
@@ -55,10 +57,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(booted=[], ended=[], told=[], nodes={}, devices={})
 
     def get(asked: Any, timeout: float) -> Any:
-        if isinstance(asked, list):
-            return [get(one, timeout) for one in asked]
         if asked.actor.state == "gone":
             raise RuntimeError("the actor died")
+        if asked.actor.state == "boots":
+            raise GetTimeoutError
         return asked.said
 
     def remote(**how: Any) -> Any:
@@ -68,10 +70,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
         return lambda kind: SimpleNamespace(remote=boot)
 
-    ready = lambda asked, num_returns, timeout: ([one for one in asked if one.actor.state != "boots"], [])  # noqa: E731
-    fake = SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote)
-    monkeypatch.setattr(standby, "ray", fake)
-    monkeypatch.setattr(worker_queries, "ray", fake)
+    monkeypatch.setattr(standby, "ray", SimpleNamespace(get=get, kill=found.ended.append, remote=remote))
+    monkeypatch.setattr(standby, "query_workers", lambda workers, *_: {})
     monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
     monkeypatch.setattr(standby, "_bundle_devices", lambda group, indices, resources: found.devices)
     return found
@@ -84,7 +84,8 @@ def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
-        pool._parked.append(Standby(actor, node, visible, actor._execute(None), metadata))
+        worker: Any = SimpleNamespace(metadata=_metadata(node))
+        pool._parked.append(Standby(actor, worker, visible, actor._execute(None), metadata))
     return pool
 
 
@@ -107,16 +108,6 @@ def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are
     assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "a//gone", "b//gone", "c//warm"]
     assert pool._parked == []
     assert _parked(("a", "", "boots")).assign(None, [0, 1], {"CPU": 1}) == {}  # type: ignore[arg-type]
-
-
-def test_a_restart_waits_for_workers_that_boot_by_now(
-    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[Any] = []
-    monkeypatch.setattr(standby.ray, "wait", lambda asked, **limits: waits.append((asked[0].actor.name, limits)))
-    _parked(("a", "", "warm"), ("b", "", "boots")).wait_for_booting()
-    _parked(("a", "", "warm")).wait_for_booting()
-    assert waits == [("b//boots", {"num_returns": 1, "timeout": 15.0})]
 
 
 def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_is_taken(
@@ -143,16 +134,16 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
     monkeypatch.setattr(
         standby,
         "query_workers",
-        lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked)),
+        lambda workers, *_: dict.fromkeys(range(len(workers)), (free - 0.3 * GIB * len(pool._parked), "8")),
     )
     pool = Standbys("torch", mode, cluster.told.append)
-    workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
+    workers = [SimpleNamespace(rank=rank, metadata=_metadata(NODE)) for rank in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
         get_workers=lambda: workers,
         _worker_cls=object,
         _train_run_context=run,
-        get_worker_group_context=lambda: SimpleNamespace(resources_per_worker={"CPU": 8}),
+        _get_worker_runtime_env=WorkerGroup._get_worker_runtime_env,
     )
     pool.after_worker_group_training_start(group)
     for status in (_status(None), _status("report", drain="of a node")):
@@ -163,7 +154,7 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
         pool.after_worker_group_poll_status(_status("report"))
         for one in pool._parked:
             one.actor.state = "warm"
-            assert (standby.warm_up, ("", "torch", 8)) in one.actor.done
+            assert (standby.warm_up, ("", "torch", "8")) in one.actor.done
     booted = [(how["runtime_env"], how["num_cpus"], how["scheduling_strategy"].node_id) for how in cluster.booted]
     assert booted == [({"env_vars": {"A": "b"}}, 0, NODE)] * (fit or 0)
     told = [(event.parked, event.wanted, event.size_bytes) for event in cluster.told]
@@ -231,13 +222,9 @@ def test_gloo_uses_the_interface_of_the_nodes_address_unless_another_is_named(mo
 
 WARM_UP = """
 import os, sys
-from types import SimpleNamespace
-import ray
 from prefect_elastic_train.worker import standby_process as warming
 warming.process_state = lambda: (1, None)
-ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
-assert warming.warm_up("", sys.argv[1], 2) == (1, None)
-assert os.environ["OMP_NUM_THREADS"] == "2"
+assert warming.warm_up("", sys.argv[1], "2") == (1, None)
 if sys.argv[1] == "torch":
     import torch
     assert torch.get_num_threads() == min(2, os.cpu_count())
@@ -249,5 +236,5 @@ else:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_warm_process_is_as_a_new_one_but_for_what_it_has_imported(framework: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # from Ray; the raylet, here this process, has none
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # from Ray
     subprocess.run([sys.executable, "-c", WARM_UP, framework], env=environment, check=True, timeout=120)
