@@ -103,6 +103,7 @@ class TorchState(State):
         # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead of
         # the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
+        self.prepare()
         staged = self._stager.stage(self._state_dict(to_save=True))
         # A value that is the same on all ranks is saved from the lowest rank.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -139,7 +140,7 @@ class TorchState(State):
         for name in self._optimizers:  # a parameter that had no gradient yet has no state
             states = current[name]["state"].items()
             current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
-        StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(saved))
+        StateMismatchError.check(flatten_state_dict(current)[0], saved)
         dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
@@ -166,8 +167,3 @@ class TorchState(State):
             # torch saves a tuple as it is. In a dict it would change keys to strings, and require equal None and lists.
             state[name] = values if is_sharded else (values,)
         return state
-
-
-def _shapes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the shape of each value by its name: of a tensor, or of its metadata in a checkpoint; () for others."""
-    return {name: tuple(getattr(value, "shape", getattr(value, "size", ()))) for name, value in values.items()}

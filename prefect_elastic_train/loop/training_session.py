@@ -22,7 +22,7 @@ from prefect_elastic_train.loop.batches import length_of, load
 from prefect_elastic_train.loop.cadence import Cadence
 from prefect_elastic_train.loop.ledger import Ledger, combine
 from prefect_elastic_train.loop.metrics import StepMetrics
-from prefect_elastic_train.loop.order import Indices, SampleOrder, StepBatches
+from prefect_elastic_train.loop.order import MAX_LENGTH, Indices, SampleOrder, StepBatches
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message, rank_file
 from prefect_elastic_train.loop.restart_notice import local_context, poll_restart, train_context
 from prefect_elastic_train.loop.scratch_folder import ScratchFolder, remove_abandoned_folders
@@ -141,10 +141,10 @@ class Session(AbstractContextManager["Session"]):
     samples: Indices = np.zeros(0, dtype=np.int64)
     is_last_part = True
     began_at = 0.0
-    _order: SampleOrder | None = None
     _in_batches = False  # the loop is working on a batch of `batches`
     _is_open = False  # the last step is not yet saved or reported
     _must_save = False  # the last step must be saved
+    _must_report = False  # the last step must be reported, with a checkpoint or without
 
     def __init__(
         self,
@@ -178,12 +178,13 @@ class Session(AbstractContextManager["Session"]):
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
         self.cadence = Cadence(save_every, save_within, context.failures, context.trained_seconds, context.ends_at)
-        if self._can_save and current is not None and current._can_save:
+        if self._can_save and current is not None:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
         self._set_share(mesh)
+        self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
         self._ledger = Ledger()
@@ -199,7 +200,6 @@ class Session(AbstractContextManager["Session"]):
         self._report_at = time.monotonic()  # time of the next report
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
-        state.prepare()
         current = self
 
     def _set_share(self, mesh: Any) -> None:
@@ -224,13 +224,13 @@ class Session(AbstractContextManager["Session"]):
         All ranks must leave the session after the same step.
         """
         if error is None and self._ray is not None:
-            self._must_save = self._must_save or self.done > self._saved
+            self._open_step(None, save=self.done > self._saved)
             self._save_or_report(together=True, at_end=True)
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that contains the next step, from 0; 0 before :meth:`batches` has begun."""
-        return self._order.epoch(self.done) if self._order is not None else 0
+        return self._order.epoch(self.done)
 
     def batches(
         self, dataset: Any, *, shuffle: bool = True, drop_last: bool = False, micro_batch: int = 0, **loader: Any
@@ -283,7 +283,8 @@ class Session(AbstractContextManager["Session"]):
             self.samples = samples
             self.is_last_part = part == parts - 1
             self.weight = order.weight(step, *self._share, part, parts)
-            self._step_samples.append(samples if self.weight and self._is_counted else samples[:0])
+            if self.weight and self._is_counted:
+                self._step_samples.append(samples)
             self.began_at = self.began_at or time.time()
             self._in_batches = True
             try:
@@ -328,10 +329,10 @@ class Session(AbstractContextManager["Session"]):
                 an evaluation.
             save: Save this step in any case. Must be the same on all ranks.
         """
-        if self._order is not None and self.done >= self.end:
+        if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
         self._close_step()
-        self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
+        self._about["seen"] += self._order.size(self.done)
         self.began_at = self.began_at or self._entered_at
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
@@ -352,17 +353,16 @@ class Session(AbstractContextManager["Session"]):
 
     def _open_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Add metrics to the last step, and mark the step as not yet saved or reported; ``save``: it must be saved."""
-        self._metrics.add(metrics or {}, self.done)
+        has_score = self._metrics.add(metrics or {}, self.done)
         self._is_open = True
-        self._must_save = self._must_save or save
+        self._must_save = self._must_save or save or (has_score and self._save_scored)
+        self._must_report = self._must_report or self._must_save or has_score
 
     def _close_step(self) -> None:
         """Save or report the last step if rank 0 decides to. Do nothing if that is decided already."""
         if self._is_open and self._ray is not None:
-            has_score = self._metrics.has_score
             is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
-            self._must_save = self._must_save or (has_score and self._save_scored)
-            self._save_or_report(together=is_due or self._must_save or has_score)
+            self._save_or_report(together=is_due or self._must_report)
         self._is_open = False
 
     def _save_or_report(self, together: bool, at_end: bool = False) -> None:
@@ -375,7 +375,9 @@ class Session(AbstractContextManager["Session"]):
             at_end: The loop has ended, so an announced restart is no reason to save.
         """
         restart, decision = poll_restart(self._decide, together)
-        save, report, done = decision or (False, False, self.done)
+        if decision is None:
+            return
+        save, report, done = decision
         if done != self.done:
             raise LoopError(
                 f"rank {self.rank} has done {self.done} steps, and rank 0 {done}: all must call "
@@ -386,7 +388,7 @@ class Session(AbstractContextManager["Session"]):
             self._save(restart)
         elif report:
             self._report()
-        self._is_open = self._must_save = self._metrics.has_score = False
+        self._is_open = self._must_save = self._must_report = False
 
     def _decide(self) -> tuple[bool, bool, int]:
         """Return whether to save, whether to report, and the number of steps that are done. Called on rank 0.
@@ -396,9 +398,7 @@ class Session(AbstractContextManager["Session"]):
         is_idle = not self._writing.locked()
         is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
         save = self._can_save and (is_due or self._must_save)
-        report = (is_idle and time.monotonic() >= self._report_at) or self._metrics.has_score or self._must_save
-        if self._metrics.has_score and not (save or self._save_scored):
-            logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
+        report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
         return save, report, self.done
 
     def _save(self, announced: bool = False) -> None:
@@ -421,7 +421,6 @@ class Session(AbstractContextManager["Session"]):
             "trained": self.cadence.trained(),
             "failures": self.cadence.failures,
             "announced": announced,
-            "scored": (self._metrics.scored_at, self._metrics.scores_in_a_row),
             "cost": (self.cadence.blocked, self.cadence.background),
         }
         context = self._ray.get_context()
@@ -469,21 +468,19 @@ class Session(AbstractContextManager["Session"]):
             about = read_about(directory)
             self._state.read(directory)
             self.done = about["step"]
-            self._metrics.scored_at, self._metrics.scores_in_a_row = about["scored"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             if about["world_size"] == self.world_size:
                 with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as arrays:
                     restore_random_state(arrays["random"].item())
             else:
                 seed_everything(self._seed, self.done, self._share[0])
-            self._ledger = Ledger(self.done)
             if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
                 self._about["began_at"] = self.done
                 return
             self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
             if run.current is None:  # under plain Ray Train, which does not count failures
                 self.cadence.failures = about["failures"] + (not about["announced"])
-            self._about = {name: about[name] for name in ("run", "began_at", "seen", "order") if name in about}
+            self._about = about
             for rank in range(about["world_size"]) if self.rank == 0 else ():
                 with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as arrays:
                     self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])

@@ -85,14 +85,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         self._batch_size = self._micro_batch or math.ceil(share / trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = math.ceil(share / self._batch_size)
 
-    @property
-    def _order(self) -> SampleOrder:
-        """Sample order of the dataset without the session's seed, to count steps and batches."""
-        drop_last = self._loader.get("drop_last", False)
-        return SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
-
     def __len__(self) -> int:
-        order = self._order
+        drop_last = self._loader.get("drop_last", False)
+        order = SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
         return len(StepBatches(order, range(order.steps_per_epoch), 0, self._trainer.world_size, self._batch_size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,9 +95,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the session (``loop.session``), which restores the newest checkpoint. Lightning calls it."""
-        trainer.fit_loop.setup_data()  # sets the dataset
-        limits = [trainer.max_epochs * self._order.steps_per_epoch, trainer.max_steps]
-        steps = max(1, min([limit for limit in limits if limit >= 0], default=2**40))
+        steps = int(max(1, min(trainer.estimated_stepping_batches, 2**40)))  # it may be infinite
         self.session = Session(self, steps=steps, global_batch=self._global_batch, **self._options)
         if self.session.done + steps == self.session.end:  # a new run, from a checkpoint of one that may have stopped
             trainer.should_stop = False

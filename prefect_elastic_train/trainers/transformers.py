@@ -113,9 +113,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             raise ValueError(f"The last step of an epoch has {left} samples: set dataloader_drop_last=True")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = SampleOrder(length, self._global_batch, seed, drop_last=drop_last)
-        steps = self.args.max_steps
-        if steps <= 0:
-            steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
+        *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         self.session = Session(self, steps=steps, global_batch=self._global_batch, seed=seed, **self._session_options)
         if self.session.end - steps == self.session.done:  # a new run, from a checkpoint of one that may have stopped
             self._restored["stopped"] = False
