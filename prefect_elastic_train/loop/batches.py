@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -94,9 +94,9 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
     # Draws no seed from the loop's generator, since its state would then depend on the number of restarts.
     seed = hash((sampler.order.seed, sampler.steps.start, sampler.rank))
     options = {"generator": torch.Generator().manual_seed(seed), **options}
-    indexed = _IndexedDataset(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-    loader = torch.utils.data.DataLoader(indexed, batch_sampler=sampler, collate_fn=tuple, in_order=True, **options)
-    yield from loader
+    collate = partial(_collate, dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
+    samples = range(sampler.order.length)
+    yield from torch.utils.data.DataLoader(samples, batch_sampler=sampler, collate_fn=collate, in_order=True, **options)
 
 
 def _read(dataset: Any, index: Any) -> Any:
@@ -128,13 +128,6 @@ def _stack(samples: Sequence[Any]) -> Any:
     return np.ma.stack(samples) if is_masked else np.stack([np.asarray(sample) for sample in samples])
 
 
-@dataclass
-class _IndexedDataset:
-    """Dataset that returns each batch with the indices of its samples, so that ``DataLoader`` yields them."""
-
-    dataset: Any
-    collate: Callable[[list[Any]], Any]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Indices, Any]:
-        samples = [_read(self.dataset, index) for index in indices]
-        return np.array(indices, dtype=np.int64), self.collate(samples)
+def _collate(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int]) -> tuple[Indices, Any]:
+    """Return the indices of a batch, so that ``DataLoader`` yields them, and the collated samples."""
+    return np.array(indices, dtype=np.int64), collate([_read(dataset, index) for index in indices])

@@ -25,15 +25,13 @@ def best_interval(cost_seconds: float, between_failures_seconds: float) -> float
     The interval counts from the end of a save to the beginning of the next save.
 
     Uses Young's ``sqrt(2 * cost * MTBF)`` with the next two terms of Daly (2006, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps", equation 37). Returns the MTBF if the cost is at least half of it.
+    optimum checkpoint interval for restart dumps", equation 37).
 
     Args:
         cost_seconds: Training time that one save costs.
         between_failures_seconds: Mean time between failures (MTBF).
     """
     ratio = cost_seconds / (2 * between_failures_seconds)
-    if ratio >= 0.25:
-        return between_failures_seconds
     root = math.sqrt(2 * cost_seconds * between_failures_seconds)
     return root * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
 

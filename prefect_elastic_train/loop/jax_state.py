@@ -82,14 +82,11 @@ class JaxState(ArrayState):
             path = epath.Path(merged)
             handler.finalize(path)
             saved = _flat(handler.metadata(path).tree)
-            wanted = {
-                name: leaf for name, leaf in saved.items() if not only_these or name.partition(".")[0] in vars(self)
-            }
-            StateMismatchError.check(current, wanted)
+            StateMismatchError.check(current, saved, only_these)
             args = _nested({name: _restore_args(current.get(name)) for name in saved})
             values = _flat(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
-        restored = [_restore_leaf(leaf, values[name]) for name, leaf in leaves.items()]
-        vars(self).update(jax.tree.unflatten(jax.tree.structure(vars(self)), restored))
+        restored = {name: _restore_leaf(leaf, values[name]) for name, leaf in leaves.items()}
+        vars(self).update(_nested(restored, target=vars(self)))
 
     def _copies(self) -> dict[Any, Any]:
         """Return the data of each leaf of the pytrees by its path.

@@ -37,8 +37,8 @@ class Ledger:
     """Ledger of one rank: a digest of the samples that it has loaded, for each step since the last checkpoint.
 
     Attributes:
-        total: Digest of the samples that this rank has loaded in this worker group before that checkpoint. On rank 0 it
-            also covers the samples of all ranks of earlier worker groups.
+        total: Digest of the samples that this rank has loaded in this worker group before that checkpoint, and of its
+            part of those of earlier worker groups.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ class StepMetrics:
     """Metrics that a train loop has passed to its session since the last report.
 
     Args:
-        means: Names of metrics that are reported as their mean. Others are reported by their last value.
+        means: Name or names of metrics that are reported as their mean. Others are reported by their last value.
         score: Name of the metric that ranks checkpoints; empty: none.
         warn: If True, log a warning about a score that is None at each step.
 
@@ -28,7 +28,7 @@ class StepMetrics:
         self._warn = warn
         self._scored_at = 0  # the last step with a score
         self._scores_in_a_row = 0  # number of consecutive steps with a score, up to that step
-        self._means = frozenset(means) - {score}
+        self._means = frozenset([means] if isinstance(means, str) else means) - {score}
         self._values: dict[str, tuple[Any, int]] = {}  # sum (or last value) and count; a count of 0: not a number
         self._reported: dict[str, Any] = {}  # metrics of the last report
         self._reported_at = 0

@@ -17,14 +17,23 @@ class StateMismatchError(ValueError):
     """A checkpoint has other parts or shapes than the state it is read into, such as another version of the model."""
 
     @classmethod
-    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint."""
+    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any], only_these: bool) -> None:
+        """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint.
+
+        A name is that of a part of the state, or begins with it and a dot.
+
+        Args:
+            current: Values of the loop's state by name.
+            saved: Values in the checkpoint by name, or their metadata.
+            only_these: Ignore further parts of the checkpoint.
+        """
+        parts = {name.partition(".")[0] for name in current}
         saved = _shapes(saved)
         current = _shapes(current)
         differing = [
             f"{name}: {saved.get(name, 'missing')} in the checkpoint, {current.get(name, 'missing')} in the state"
             for name in sorted(current.keys() | saved.keys())
-            if current.get(name) != saved.get(name)
+            if current.get(name) != saved.get(name) and (not only_these or name.partition(".")[0] in parts)
         ]
         if differing:
             raise cls(
@@ -74,8 +83,8 @@ def random_state() -> str:
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
-        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # the call would initialize CUDA
-        state |= {"torch": torch.get_rng_state(), "cuda": gpu}
+        state["torch"] = torch.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # does not initialize CUDA
     return json.dumps(state, default=lambda array: array.tolist())
 
 
@@ -165,9 +174,9 @@ class ArrayState(State):
         Raises:
             StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
-        with np.load(Path(directory, "arrays.npz"), allow_pickle=False) as file:
-            saved = {name: file[name] for name in file if not only_these or name in vars(self)}
-        StateMismatchError.check(vars(self), saved)
+        with np.load(Path(directory, "arrays.npz")) as file:
+            saved = dict(file)
+        StateMismatchError.check(vars(self), saved, only_these)
         for name, part in vars(self).items():
             vars(self)[name] = restore_part(part, saved[name])
 
