@@ -32,8 +32,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
     ``trainer.should_stop`` and random states. Each step reports the metrics that were logged since the step before. The
     epochs of a checkpoint from another run (``resume_from``) count towards ``Trainer(max_epochs=...)``.
 
-    In the epoch of a restart, the mean that ``self.log`` computes of training steps has those since the restart only,
-    as in Lightning. Log a torchmetrics object, such as ``MeanMetric``, for the mean of the whole epoch.
+    Lightning forgets the values of ``self.log`` at a restart, so in that epoch the mean of a number that
+    ``training_step`` logs is the mean since the restart. Log a torchmetrics object of the module, such as
+    ``MeanMetric``, for the mean of the whole epoch.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers.
