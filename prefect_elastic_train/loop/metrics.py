@@ -23,7 +23,7 @@ class StepMetrics:
 
     """
 
-    def __init__(self, means: Collection[str], score: str, warn: bool = False) -> None:
+    def __init__(self, means: Collection[str], score: str, warn: bool) -> None:
         self._score = score
         self._warn = warn
         self._scored_at = 0  # the last step with a score

@@ -367,7 +367,7 @@ class Session(AbstractContextManager["Session"]):
             return
         self._is_open = False
         is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
-        restart, decision = poll_restart(self._decide, together=at_end or is_due or self._must_report)
+        restart, decision = poll_restart(self._decide, at_end or is_due or self._must_report)
         if decision is None:
             return
         save, report, done = decision
@@ -394,7 +394,7 @@ class Session(AbstractContextManager["Session"]):
         report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
         return save, report, self.done
 
-    def _save(self, announced: bool = False) -> None:
+    def _save(self, announced: bool) -> None:
         """Save a checkpoint and report it. It is uploaded in the background, unless a restart is announced.
 
         Args:
