@@ -23,9 +23,8 @@ def _wrong(world_size: int, steps: range, change: dict[tuple[int, int], list[int
     return [step for step, wrong in zip(steps, (found != expected).any(axis=1), strict=True) if wrong]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_steps_that_saw_their_samples_are_right_however_many_workers_divided_them(world_size: int) -> None:
-    assert _wrong(world_size, range(15, 60), {}) == []
+def test_steps_that_saw_their_samples_are_right_however_many_workers_divided_them() -> None:
+    assert [_wrong(world_size, range(15, 60), {}) for world_size in (1, 2, 3, 7)] == [[]] * 4
 
 
 #: The samples of three ranks in steps 19, 20 and 21.
