@@ -84,7 +84,7 @@ def random_state() -> str:
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
         state["torch"] = torch.get_rng_state()
-        state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # does not initialize CUDA
+        state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else []  # does not initialize CUDA
     return json.dumps(state, default=lambda array: array.tolist())
 
 
