@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -69,21 +69,7 @@ def length_of(dataset: Any) -> int:
             "memory map, for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch "
             "again"
         )
-    if _reads_labels(dataset):
-        raise TypeError(
-            f"the samples of {type(dataset).__name__} cannot be read by position: "
-            "give an array of them (such as .to_numpy() returns) or a list"
-        )
     return len(dataset)
-
-
-def _reads_labels(dataset: Any) -> bool:
-    """Return True for a torch dataset that wraps pandas objects, such as ``Subset``: it reads them by label."""
-    if type(dataset).__module__ != "torch.utils.data.dataset":
-        return False
-    wrapped = vars(dataset).get("datasets") or [vars(dataset).get("dataset")]
-    parts = wrapped.values() if hasattr(wrapped, "values") else wrapped
-    return any(hasattr(part, "iloc") or _reads_labels(part) for part in parts)
 
 
 def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[tuple[Indices, Any]]:
@@ -106,19 +92,11 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
             yield indices, _read(dataset, indices)
         return
     # Draws no seed from the loop's generator, since its state would then depend on the number of restarts.
-    seeds = np.random.SeedSequence([sampler.order.seed % 2**64, sampler.steps.start, sampler.rank])
-    options = {"generator": torch.Generator().manual_seed(int(seeds.generate_state(1)[0])), **options}
-    indexed = _IndexedDataset(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-    loader = torch.utils.data.DataLoader(indexed, batch_sampler=sampler, collate_fn=tuple, in_order=True, **options)
-    try:
-        yield from loader
-    except (EOFError, OSError, RuntimeError) as error:
-        if "Caught " in str(error) or not loader.num_workers:  # an error of the dataset
-            raise
-        raise RuntimeError(
-            f"a data loading process was killed or has crashed (out of memory?): {type(error).__name__}: {error}. "
-            "Give the workers more memory, or lower num_workers"
-        ) from None
+    seed = hash((sampler.order.seed, sampler.steps.start, sampler.rank))
+    options = {"generator": torch.Generator().manual_seed(seed), **options}
+    collate = partial(_collate, dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
+    samples = range(sampler.order.length)
+    yield from torch.utils.data.DataLoader(samples, batch_sampler=sampler, collate_fn=collate, in_order=True, **options)
 
 
 def _read(dataset: Any, index: Any) -> Any:
@@ -150,13 +128,6 @@ def _stack(samples: Sequence[Any]) -> Any:
     return np.ma.stack(samples) if is_masked else np.stack([np.asarray(sample) for sample in samples])
 
 
-@dataclass
-class _IndexedDataset:
-    """Dataset that returns each batch with the indices of its samples, so that ``DataLoader`` yields them."""
-
-    dataset: Any
-    collate: Callable[[list[Any]], Any]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Indices, Any]:
-        samples = [_read(self.dataset, index) for index in indices]
-        return np.array(indices, dtype=np.int64), self.collate(samples)
+def _collate(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int]) -> tuple[Indices, Any]:
+    """Return the indices of a batch, so that ``DataLoader`` yields them, and the collated samples."""
+    return np.array(indices, dtype=np.int64), collate([_read(dataset, index) for index in indices])

@@ -25,15 +25,13 @@ def best_interval(cost_seconds: float, between_failures_seconds: float) -> float
     The interval counts from the end of a save to the beginning of the next save.
 
     Uses Young's ``sqrt(2 * cost * MTBF)`` with the next two terms of Daly (2006, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps", equation 37). Returns the MTBF if the cost is at least half of it.
+    optimum checkpoint interval for restart dumps", equation 37).
 
     Args:
         cost_seconds: Training time that one save costs.
         between_failures_seconds: Mean time between failures (MTBF).
     """
     ratio = cost_seconds / (2 * between_failures_seconds)
-    if ratio >= 0.25:
-        return between_failures_seconds
     root = math.sqrt(2 * cost_seconds * between_failures_seconds)
     return root * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
 
@@ -91,7 +89,6 @@ class Cadence:
         self.background = 0.0
         self._began = self._saved_at = self._checked_at = self.clock()
         self._longest_step = 0.0  # longest time between two checks since the last save, in seconds
-        self._longest_before = 0.0  # the same, between the two saves before
         self._is_last = False  # the save before ``ends_at`` is due
 
     def due(self, step: int) -> bool:
@@ -106,7 +103,7 @@ class Cadence:
         if self.steps and step % self.steps == 0:
             return True
         save_seconds = _LAST_SAVES * (self.blocked + self.background)
-        reserved = _LAST_SECONDS + save_seconds + max(self._longest_step, self._longest_before)
+        reserved = _LAST_SECONDS + save_seconds + self._longest_step
         if self.ends_at and time.time() > self.ends_at - reserved:
             self._is_last = True
             return True
@@ -120,7 +117,6 @@ class Cadence:
         """
         self.blocked = blocked
         self._saved_at = self._checked_at = self.clock()
-        self._longest_before = self._longest_step
         self._longest_step = 0.0
         if self._is_last:
             self.ends_at = 0.0

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restore_part, shapes
+from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restore_part
 
 _FOLDER = "jax"  # folder of a checkpoint, with Orbax's files
+_flat = partial(ocp.tree.to_flat_dict, sep=".")  # the leaves of a pytree by their paths, such as "params.inner"
+_nested = partial(ocp.tree.from_flat_dict, sep=".")
 
 # Orbax logs some fifteen lines for each save and process, through absl's logger, which the loop may use, too.
 logging.getLogger("absl").addFilter(
@@ -55,7 +58,7 @@ class JaxState(ArrayState):
         folder = epath.Path(directory, _FOLDER)
         folder.mkdir()
         tree = {name: leaf if _is_global(leaf) else np.asarray(leaf) for name, leaf in self._copies().items()}
-        args = ocp.args.PyTreeSave(ocp.tree.from_flat_dict(tree))
+        args = ocp.args.PyTreeSave(_nested(tree))
         # Not with a Checkpointer: its barriers are collectives, which would mix with those of the training.
         writing = asyncio.run(_handler().async_save(folder, args=args))
         return lambda: [future.result() for future in writing].clear()
@@ -68,7 +71,7 @@ class JaxState(ArrayState):
         folder = Path(directory, _FOLDER)
         if not folder.is_dir():
             raise StateMismatchError(f"{directory} has no folder {_FOLDER}: is it the checkpoint of another framework?")
-        leaves = ocp.tree.to_flat_dict(vars(self))
+        leaves = _flat(vars(self))
         current = self._copies()
         with tempfile.TemporaryDirectory(prefix="loop-jax-") as merged:
             # Orbax's last step of saving merges the stores of the processes. It is done on links, since other
@@ -78,25 +81,24 @@ class JaxState(ArrayState):
             handler = _handler()
             path = epath.Path(merged)
             handler.finalize(path)
-            saved = ocp.tree.to_flat_dict(handler.metadata(path).tree)
-            wanted = {name: leaf for name, leaf in saved.items() if not only_these or name[0] in vars(self)}
-            StateMismatchError.check(_shapes(current), _shapes(wanted))
-            args = ocp.tree.from_flat_dict({name: _restore_args(current.get(name)) for name in saved})
-            values = ocp.tree.to_flat_dict(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
-        restored = [_restore_leaf(leaf, values[name]) for name, leaf in leaves.items()]
-        vars(self).update(jax.tree.unflatten(jax.tree.structure(vars(self)), restored))
+            saved = _flat(handler.metadata(path).tree)
+            StateMismatchError.check(current, saved, only_these)
+            args = _nested({name: _restore_args(current.get(name)) for name in saved})
+            values = _flat(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
+        restored = {name: _restore_leaf(leaf, values[name]) for name, leaf in leaves.items()}
+        vars(self).update(_nested(restored, target=vars(self)))
 
     def _copies(self) -> dict[Any, Any]:
         """Return the data of each leaf of the pytrees by its path.
 
         Raise ValueError if a leaf cannot be restored exactly.
         """
-        leaves = ocp.tree.to_flat_dict(vars(self))
+        leaves = _flat(vars(self))
         for name, leaf in leaves.items():
             is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
             if not (is_number or type(leaf) is np.ndarray) or not np.size(leaf):
                 raise ValueError(
-                    f"JaxState: {'.'.join(name)} is {leaf!r:.40} ({type(leaf).__name__}); "
+                    f"JaxState: {name} is {leaf!r:.40} ({type(leaf).__name__}); "
                     "give numbers, keys and arrays with elements"
                 )
         return {name: _data(leaf) for name, leaf in leaves.items()}
@@ -108,10 +110,6 @@ def _handler() -> Any:
     arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
     registry = ocp.type_handlers.create_type_handler_registry(arrays, (np.ndarray, ocp.type_handlers.NumpyHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _shapes(leaves: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    return shapes({".".join(name): leaf for name, leaf in leaves.items()})
 
 
 def _data(leaf: Any) -> Any:

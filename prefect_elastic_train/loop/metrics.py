@@ -17,37 +17,37 @@ class StepMetrics:
     """Metrics that a train loop has passed to its session since the last report.
 
     Args:
-        means: Names of metrics that are reported as their mean. Others are reported by their last value.
+        means: Name or names of metrics that are reported as their mean. Others are reported by their last value.
         score: Name of the metric that ranks checkpoints; empty: none.
         warn: If True, log a warning about a score that is None at each step.
 
-    Attributes:
-        has_score: True if a score is not reported yet, and is not one of a loop that scores every step.
-        scored_at: Number of the last step with a score; 0: none.
-        scores_in_a_row: Number of consecutive steps with a score, up to ``scored_at``.
     """
 
-    def __init__(self, means: Collection[str], score: str, warn: bool = False) -> None:
+    def __init__(self, means: Collection[str], score: str, warn: bool) -> None:
         self._score = score
         self._warn = warn
-        self.has_score = False
-        self.scored_at = 0
-        self.scores_in_a_row = 0
-        self._means = frozenset(means) - {score}
+        self._scored_at = 0  # the last step with a score
+        self._scores_in_a_row = 0  # number of consecutive steps with a score, up to that step
+        self._means = frozenset([means] if isinstance(means, str) else means) - {score}
         self._values: dict[str, tuple[Any, int]] = {}  # sum (or last value) and count; a count of 0: not a number
         self._reported: dict[str, Any] = {}  # metrics of the last report
         self._reported_at = 0
 
-    def add(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Add metrics of a step to the next report. Several calls for the same step are allowed."""
+    def add(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Add metrics of a step to the next report. Several calls for the same step are allowed.
+
+        Return True if they have the first score of the step, and the loop does not score every step.
+        """
+        has_score = False
         for name, value in metrics.items():
-            if self._is_score(name, value) and self.scored_at < step:
-                self.scores_in_a_row = self.scores_in_a_row + 1 if self.scored_at == step - 1 else 1
-                self.scored_at = step
-                self.has_score = self.scores_in_a_row <= _MAX_SCORES_IN_A_ROW
-                if self._warn and value is None and self.scores_in_a_row == _MAX_SCORES_IN_A_ROW + 1:
+            if self._is_score(name, value) and self._scored_at < step:
+                self._scores_in_a_row = self._scores_in_a_row + 1 if self._scored_at == step - 1 else 1
+                self._scored_at = step
+                has_score = self._scores_in_a_row <= _MAX_SCORES_IN_A_ROW
+                if self._warn and value is None and self._scores_in_a_row == _MAX_SCORES_IN_A_ROW + 1:
                     logger.warning("%s is None at each step: leave it out where nothing is evaluated", name)
             self._values[name] = self._accumulate(name, value)
+        return has_score
 
     def _accumulate(self, name: str, value: Any) -> tuple[Any, int]:
         """Return the new sum or last value of a metric, and its count; the count is 0 if it is not a number."""
@@ -75,7 +75,7 @@ class StepMetrics:
         metrics = {name: float(total / count) if count else total for name, (total, count) in self._values.items()}
         if self._reported_at == step:
             metrics = self._reported | metrics
-        if self.scored_at != step:
+        if self._scored_at != step:
             metrics = {name: value for name, value in metrics.items() if not self._is_score(name, value)}
         self._values = {}
         self._reported = metrics

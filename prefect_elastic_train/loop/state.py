@@ -17,18 +17,34 @@ class StateMismatchError(ValueError):
     """A checkpoint has other parts or shapes than the state it is read into, such as another version of the model."""
 
     @classmethod
-    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint."""
+    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any], only_these: bool) -> None:
+        """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint.
+
+        A name is that of a part of the state, or begins with it and a dot.
+
+        Args:
+            current: Values of the loop's state by name.
+            saved: Values in the checkpoint by name, or their metadata.
+            only_these: Ignore further parts of the checkpoint.
+        """
+        parts = {name.partition(".")[0] for name in current}
+        saved = _shapes(saved)
+        current = _shapes(current)
         differing = [
             f"{name}: {saved.get(name, 'missing')} in the checkpoint, {current.get(name, 'missing')} in the state"
             for name in sorted(current.keys() | saved.keys())
-            if current.get(name) != saved.get(name)
+            if current.get(name) != saved.get(name) and (not only_these or name.partition(".")[0] in parts)
         ]
         if differing:
             raise cls(
                 f"{shorten('; '.join(differing), 1500)}. Is it the checkpoint of another version of the model? "
                 "Train under a new run_name, or give the state the parts of the checkpoint"
             )
+
+
+def _shapes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape of each value by its name: of an array, or of its metadata in a checkpoint; () for others."""
+    return {name: tuple(getattr(value, "shape", getattr(value, "size", ()))) for name, value in values.items()}
 
 
 class State(Protocol):
@@ -39,12 +55,6 @@ class State(Protocol):
     """
 
     warning: str = ""
-
-    def prepare(self) -> None:
-        """Prepare to write checkpoints in the background. Default: do nothing.
-
-        The session calls it when it is created, on all ranks at the same time.
-        """
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the loop's state at a save, so that the loop can go on, and return a function that writes the copy.
@@ -67,23 +77,19 @@ class State(Protocol):
 def random_state() -> str:
     """Return the states of Python's, numpy's and torch's global random generators in this process, as JSON.
 
-    The list of GPU states begins with the current device, because its index may be different after a restart.
-    Generators that the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
-    included: seed them with the seed, the rank and ``session.done``.
+    Of GPUs it has the state of the current device, whose index may be different after a restart. Generators that the
+    loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not included: seed them with
+    the seed, the rank and ``session.done``.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
-        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # the call would initialize CUDA
-        current = torch.cuda.current_device() if gpus else 0
-        state |= {"torch": torch.get_rng_state(), "cuda": gpus[current:] + gpus[:current]}
+        state["torch"] = torch.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else []  # does not initialize CUDA
     return json.dumps(state, default=lambda array: array.tolist())
 
 
 def restore_random_state(saved: str) -> None:
-    """Restore the global random generators of this process from the JSON that :func:`random_state` returned.
-
-    The states of GPUs are assigned from the current device on.
-    """
+    """Restore the global random generators of this process from the JSON that :func:`random_state` returned."""
     state = json.loads(saved)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -91,19 +97,17 @@ def restore_random_state(saved: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-        count = torch.cuda.device_count()
-        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-        for offset, gpu in enumerate(state["cuda"][:count]):
-            torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8), (current + offset) % count)
+        if state["cuda"]:
+            torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
 
 
 def seed_everything(*key: int) -> None:
     """Seed the global random generators of Python, numpy and torch in this process from a key of integers."""
-    python, numpy, torch_seed = np.random.SeedSequence(key).generate_state(3, np.uint64).tolist()
-    random.seed(python)
-    np.random.seed(numpy % 2**32)
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(torch_seed % 2**63)
+        torch.manual_seed(seed)
 
 
 class ArrayState(State):
@@ -170,9 +174,9 @@ class ArrayState(State):
         Raises:
             StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
-        with np.load(Path(directory, "arrays.npz"), allow_pickle=False) as file:
-            saved = {name: file[name] for name in file if not only_these or name in vars(self)}
-        StateMismatchError.check(shapes(vars(self)), shapes(saved))
+        with np.load(Path(directory, "arrays.npz")) as file:
+            saved = dict(file)
+        StateMismatchError.check(vars(self), saved, only_these)
         for name, part in vars(self).items():
             vars(self)[name] = restore_part(part, saved[name])
 
@@ -202,8 +206,3 @@ def restore_part(part: Any, saved: Any) -> Any:
     if isinstance(part, np.ndarray):
         return saved
     return saved[()] if isinstance(part, np.generic) else saved.item()
-
-
-def shapes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shape of each array or number in a loop's state, by its name."""
-    return {name: np.shape(value) for name, value in values.items()}

@@ -91,7 +91,7 @@ class TorchState(State):
 
         Call it on all ranks together.
         """
-        if self._group is None and dist.is_available() and dist.is_initialized():
+        if self._group is None and dist.is_initialized():
             # A group of its own, so that collectives of writing and of training do not mix.
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
 
@@ -103,6 +103,7 @@ class TorchState(State):
         # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead of
         # the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
+        self.prepare()
         staged = self._stager.stage(self._state_dict(to_save=True))
         # A value that is the same on all ranks is saved from the lowest rank.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -129,18 +130,14 @@ class TorchState(State):
             StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
         self.prepare()
-        for _, optimizer in self._optimizers.values():
-            optimizer.zero_grad()  # with gradients, torch would not create the state to read into
         current = self._state_dict()
         metadata = dcp.FileSystemReader(directory).read_metadata()
-        tensors = metadata.state_dict_metadata.items()
-        saved = {name: tensor for name, tensor in tensors if not only_these or name.partition(".")[0] in current}
         with_state = {path[:3] for path in metadata.planner_data.values()}
         for name in self._optimizers:  # a parameter that had no gradient yet has no state
             states = current[name]["state"].items()
             current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
-        StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(saved))
-        dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
+        StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, only_these)
+        dcp.load(current, checkpoint_id=directory, process_group=self._group)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
         for name, (module, optimizer) in self._optimizers.items():
@@ -156,6 +153,8 @@ class TorchState(State):
         state = {name: sharded.get_model_state_dict(module) for name, module in self._modules.items()}
         for name, (module, optimizer) in self._optimizers.items():
             has_state = bool(optimizer.state)
+            if not to_save:
+                optimizer.zero_grad()  # with gradients, torch would not create the state to read into
             state[name] = sharded.get_optimizer_state_dict(module, optimizer)
             if to_save and not has_state:  # remove the state that torch has created by a step
                 optimizer.state.clear()
@@ -166,8 +165,3 @@ class TorchState(State):
             # torch saves a tuple as it is. In a dict it would change keys to strings, and require equal None and lists.
             state[name] = values if is_sharded else (values,)
         return state
-
-
-def _shapes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the shape of each value by its name: of a tensor, or of its metadata in a checkpoint; () for others."""
-    return {name: tuple(getattr(value, "shape", getattr(value, "size", ()))) for name, value in values.items()}

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
@@ -22,7 +22,7 @@ from prefect_elastic_train.loop.batches import length_of, load
 from prefect_elastic_train.loop.cadence import Cadence
 from prefect_elastic_train.loop.ledger import Ledger, combine
 from prefect_elastic_train.loop.metrics import StepMetrics
-from prefect_elastic_train.loop.order import Indices, SampleOrder, StepBatches
+from prefect_elastic_train.loop.order import MAX_LENGTH, Indices, SampleOrder, StepBatches
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message, rank_file
 from prefect_elastic_train.loop.restart_notice import local_context, poll_restart, train_context
 from prefect_elastic_train.loop.scratch_folder import ScratchFolder, remove_abandoned_folders
@@ -94,8 +94,8 @@ class Session(AbstractContextManager["Session"]):
         save_every: Interval between saves: an int is a number of steps, a string such as ``"90s"`` a number of seconds.
             ``"auto"`` computes the interval from the failures of this run and the measured cost of a save.
         save_within: Shortest and longest interval that ``"auto"`` chooses, in seconds.
-        means: Names of metrics that are reported as their mean over the steps since the last report. Others, such as
-            learning rates and evaluations, are reported by their last value.
+        means: Name or names of metrics that are reported as their mean over the steps since the last report. Others,
+            such as learning rates and evaluations, are reported by their last value.
         save_scored: Save each step that reports the score (``CheckpointPolicy.score_attribute``), so that the
             checkpoint has the weights that were scored. If the score is reported at every step, only the first two
             steps are saved for it.
@@ -141,10 +141,10 @@ class Session(AbstractContextManager["Session"]):
     samples: Indices = np.zeros(0, dtype=np.int64)
     is_last_part = True
     began_at = 0.0
-    _order: SampleOrder | None = None
     _in_batches = False  # the loop is working on a batch of `batches`
     _is_open = False  # the last step is not yet saved or reported
     _must_save = False  # the last step must be saved
+    _must_report = False  # the last step must be reported, with a checkpoint or without
 
     def __init__(
         self,
@@ -162,8 +162,6 @@ class Session(AbstractContextManager["Session"]):
         global current
         if steps < 1:
             raise ValueError(f"steps={steps}: must be at least 1")
-        if isinstance(means, str):
-            raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
         self._state = state
         self._global_batch = index(global_batch)
         self._seed = int(seed)
@@ -178,12 +176,13 @@ class Session(AbstractContextManager["Session"]):
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
         self.cadence = Cadence(save_every, save_within, context.failures, context.trained_seconds, context.ends_at)
-        if self._can_save and current is not None and current._can_save:
+        if self._can_save and current is not None:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
         self._set_share(mesh)
+        self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
         self._ledger = Ledger()
@@ -191,7 +190,8 @@ class Session(AbstractContextManager["Session"]):
         self._writing = threading.Lock()  # locked until a checkpoint is uploaded
         remove_abandoned_folders()
         seed_everything(seed, 0, self._share[0])  # ranks with the same samples get the same random numbers
-        if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
+        checkpoint = self._ray and self._ray.get_checkpoint()
+        if checkpoint:
             self._restore(checkpoint)
         self.began_from = self._saved = self.done
         self.end = self._about["began_at"] + index(steps)
@@ -199,7 +199,6 @@ class Session(AbstractContextManager["Session"]):
         self._report_at = time.monotonic()  # time of the next report
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
-        state.prepare()
         current = self
 
     def _set_share(self, mesh: Any) -> None:
@@ -223,14 +222,14 @@ class Session(AbstractContextManager["Session"]):
 
         All ranks must leave the session after the same step.
         """
-        if error is None and self._ray is not None:
-            self._must_save = self._must_save or self.done > self._saved
-            self._save_or_report(together=True, at_end=True)
+        if error is None:
+            self._open_step(None, save=self.done > self._saved)
+            self._close_step(at_end=True)
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that contains the next step, from 0; 0 before :meth:`batches` has begun."""
-        return self._order.epoch(self.done) if self._order is not None else 0
+        return self._order.epoch(self.done)
 
     def batches(
         self, dataset: Any, *, shuffle: bool = True, drop_last: bool = False, micro_batch: int = 0, **loader: Any
@@ -283,7 +282,8 @@ class Session(AbstractContextManager["Session"]):
             self.samples = samples
             self.is_last_part = part == parts - 1
             self.weight = order.weight(step, *self._share, part, parts)
-            self._step_samples.append(samples if self.weight and self._is_counted else samples[:0])
+            if self.weight and self._is_counted:
+                self._step_samples.append(samples)
             self.began_at = self.began_at or time.time()
             self._in_batches = True
             try:
@@ -310,8 +310,7 @@ class Session(AbstractContextManager["Session"]):
         of_training = (self.weight, self.samples)
         try:
             for step, (self.samples, samples) in enumerate(load(dataset, sampler, loader)):
-                begin, end = order.bounds(step, *self._share)
-                self.weight = (end - begin) * self._share[1] / order.length
+                self.weight = order.weight(step, *self._share) * order.size(step) / order.length
                 yield samples
         finally:
             self.weight, self.samples = of_training
@@ -328,10 +327,9 @@ class Session(AbstractContextManager["Session"]):
                 an evaluation.
             save: Save this step in any case. Must be the same on all ranks.
         """
-        if self._order is not None and self.done >= self.end:
+        if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
-        self._close_step()
-        self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
+        self._about["seen"] += self._order.size(self.done)
         self.began_at = self.began_at or self._entered_at
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
@@ -352,30 +350,27 @@ class Session(AbstractContextManager["Session"]):
 
     def _open_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Add metrics to the last step, and mark the step as not yet saved or reported; ``save``: it must be saved."""
-        self._metrics.add(metrics or {}, self.done)
+        has_score = self._metrics.add(metrics or {}, self.done)
         self._is_open = True
-        self._must_save = self._must_save or save
+        self._must_save = self._must_save or save or (has_score and self._save_scored)
+        self._must_report = self._must_report or self._must_save or has_score
 
-    def _close_step(self) -> None:
-        """Save or report the last step if rank 0 decides to. Do nothing if that is decided already."""
-        if self._is_open and self._ray is not None:
-            has_score = self._metrics.has_score
-            is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
-            self._must_save = self._must_save or (has_score and self._save_scored)
-            self._save_or_report(together=is_due or self._must_save or has_score)
-        self._is_open = False
-
-    def _save_or_report(self, together: bool, at_end: bool = False) -> None:
-        """Save a checkpoint, or report metrics without one, if rank 0 decides to, or if a restart is announced.
+    def _close_step(self, at_end: bool = False) -> None:
+        """Save or report the last step if rank 0 decides to, or if a restart is announced. Do nothing if it is closed.
 
         Each save begins with a broadcast of rank 0's step, so that ranks at other steps raise an error and do not hang.
 
         Args:
-            together: Broadcast rank 0's decision in any case. It must be the same on all ranks.
             at_end: The loop has ended, so an announced restart is no reason to save.
         """
-        restart, decision = poll_restart(self._decide, together)
-        save, report, done = decision or (False, False, self.done)
+        if not self._is_open or self._ray is None:
+            return
+        self._is_open = False
+        is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
+        restart, decision = poll_restart(self._decide, at_end or is_due or self._must_report)
+        if decision is None:
+            return
+        save, report, done = decision
         if done != self.done:
             raise LoopError(
                 f"rank {self.rank} has done {self.done} steps, and rank 0 {done}: all must call "
@@ -386,7 +381,7 @@ class Session(AbstractContextManager["Session"]):
             self._save(restart)
         elif report:
             self._report()
-        self._is_open = self._must_save = self._metrics.has_score = False
+        self._must_save = self._must_report = False
 
     def _decide(self) -> tuple[bool, bool, int]:
         """Return whether to save, whether to report, and the number of steps that are done. Called on rank 0.
@@ -396,12 +391,10 @@ class Session(AbstractContextManager["Session"]):
         is_idle = not self._writing.locked()
         is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
         save = self._can_save and (is_due or self._must_save)
-        report = (is_idle and time.monotonic() >= self._report_at) or self._metrics.has_score or self._must_save
-        if self._metrics.has_score and not (save or self._save_scored):
-            logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
+        report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
         return save, report, self.done
 
-    def _save(self, announced: bool = False) -> None:
+    def _save(self, announced: bool) -> None:
         """Save a checkpoint and report it. It is uploaded in the background, unless a restart is announced.
 
         Args:
@@ -420,11 +413,8 @@ class Session(AbstractContextManager["Session"]):
             "world_size": self.world_size,
             "trained": self.cadence.trained(),
             "failures": self.cadence.failures,
-            "announced": announced,
-            "scored": (self._metrics.scored_at, self._metrics.scores_in_a_row),
             "cost": (self.cadence.blocked, self.cadence.background),
         }
-        context = self._ray.get_context()
         staged_at = time.monotonic()
         written = threading.Event()
 
@@ -435,30 +425,31 @@ class Session(AbstractContextManager["Session"]):
                 write_state()
                 np.savez(rank_file(folder.path, self.rank, self.world_size), **rank_arrays)
                 written.set()
-            uploaded = context.get_storage().persist_current_checkpoint(checkpoint, name)
+            uploaded = self._ray.get_context().get_storage().persist_current_checkpoint(checkpoint, name)
             folder.remove()
             self.cadence.background = time.monotonic() - staged_at
             self._writing.release()
             return uploaded
 
         self._saved = self.done
-        self._report(self._ray.Checkpoint.from_directory(folder.path), upload, synchronous=announced)
+        self._report(
+            synchronous=announced,
+            checkpoint=self._ray.Checkpoint.from_directory(folder.path),
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=False,
+        )
         # Before a restart, the report waits until the worker is restarted. That time is not a cost of saving.
         self.cadence.saved(self.cadence.blocked if announced else time.monotonic() - began)
 
-    def _report(
-        self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, synchronous: bool = False
-    ) -> None:
-        """Report the metrics since the last report to Ray Train, with a checkpoint if there is one to save."""
+    def _report(self, synchronous: bool = False, **upload: Any) -> None:
+        """Report the metrics since the last report to Ray Train. ``upload``: checkpoint, if any, and its options."""
         counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
         began = time.monotonic()
         modes = self._ray.CheckpointUploadMode
         self._ray.report(
             self._metrics.collect(self.done) | counts,
-            checkpoint,
             checkpoint_upload_mode=modes.SYNC if synchronous else modes.ASYNC,
-            checkpoint_upload_fn=upload,
-            delete_local_checkpoint_after_upload=False,
+            **upload,
         )
         ended = time.monotonic()
         self._report_at = ended + np.clip(_REPORT_TIMES * (ended - began), *_REPORT_SECONDS)
@@ -469,24 +460,21 @@ class Session(AbstractContextManager["Session"]):
             about = read_about(directory)
             self._state.read(directory)
             self.done = about["step"]
-            self._metrics.scored_at, self._metrics.scores_in_a_row = about["scored"]
             self.cadence.blocked, self.cadence.background = about["cost"]
-            if about["world_size"] == self.world_size:
-                with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as arrays:
-                    restore_random_state(arrays["random"].item())
-            else:
-                seed_everything(self._seed, self.done, self._share[0])
-            self._ledger = Ledger(self.done)
+            seed_everything(self._seed, self.done, self._share[0])
+            for rank in range(self.rank, about["world_size"], self.world_size):  # the ranks divide the files
+                with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
+                    self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
+                    if about["world_size"] == self.world_size:
+                        restore_random_state(arrays["random"].item())
             if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
                 self._about["began_at"] = self.done
+                self._ledger = Ledger()
                 return
             self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
             if run.current is None:  # under plain Ray Train, which does not count failures
-                self.cadence.failures = about["failures"] + (not about["announced"])
-            self._about = {name: about[name] for name in ("run", "began_at", "seen", "order") if name in about}
-            for rank in range(about["world_size"]) if self.rank == 0 else ():
-                with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as arrays:
-                    self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
+                self.cadence.failures = about["failures"] + 1
+            self._about = about
 
 
 session = Session

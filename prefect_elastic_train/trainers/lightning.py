@@ -28,10 +28,13 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
     """Lightning callback that trains with a session.
 
     The gradient of each rank is weighted by the rank's share of the samples. A checkpoint contains Lightning's own
-    (optimizers, schedules, precision, loops, callbacks), the files of ``ModelCheckpoint``, the means of ``self.log``,
-    torchmetrics of the module, ``trainer.should_stop`` and random states. Each step reports the metrics that were
-    logged since the step before. The epochs of a checkpoint from another run (``resume_from``) count towards
-    ``Trainer(max_epochs=...)``.
+    (optimizers, schedules, precision, loops, callbacks), the files of ``ModelCheckpoint``, torchmetrics of the module,
+    ``trainer.should_stop`` and random states. Each step reports the metrics that were logged since the step before. The
+    epochs of a checkpoint from another run (``resume_from``) count towards ``Trainer(max_epochs=...)``.
+
+    Lightning forgets the values of ``self.log`` at a restart, so in that epoch the mean of a number that
+    ``training_step`` logs is the mean since the restart. Log a torchmetrics object of the module, such as
+    ``MeanMetric``, for the mean of the whole epoch.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers.
@@ -54,7 +57,6 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         self._micro_batch = micro_batch
         self._options = session
         self._restored: dict[str, Any] = {}  # this rank's state from the checkpoint
-        self._restored_sums: list[dict[str, Any]] = []  # sums of the metrics that were logged before the checkpoint
         self._reported: dict[str, Any] = {}  # metrics of the last step
 
     def dataloader(self, dataset: Any, **options: Any) -> SessionCallback:
@@ -75,8 +77,6 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         Lightning calls it before the training. Raise ValueError if the strategy does not write its checkpoint as one
         file.
         """
-        if stage != "fit":
-            return
         if trainer.strategy.restore_checkpoint_after_setup:
             strategy = type(trainer.strategy).__name__
             raise ValueError(f"SessionCallback with {strategy}, whose checkpoint is not one file: use RayDDPStrategy()")
@@ -85,14 +85,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         self._batch_size = self._micro_batch or math.ceil(share / trainer.accumulate_grad_batches)
         trainer.accumulate_grad_batches = math.ceil(share / self._batch_size)
 
-    @property
-    def _order(self) -> SampleOrder:
-        """Sample order of the dataset without the session's seed, to count steps and batches."""
-        drop_last = self._loader.get("drop_last", False)
-        return SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
-
     def __len__(self) -> int:
-        order = self._order
+        drop_last = self._loader.get("drop_last", False)
+        order = SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
         return len(StepBatches(order, range(order.steps_per_epoch), 0, self._trainer.world_size, self._batch_size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,9 +95,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the session (``loop.session``), which restores the newest checkpoint. Lightning calls it."""
-        trainer.fit_loop.setup_data()  # sets the dataset
-        limits = [trainer.max_epochs * self._order.steps_per_epoch, trainer.max_steps]
-        steps = max(1, min([limit for limit in limits if limit >= 0], default=2**40))
+        steps = int(max(1, min(trainer.estimated_stepping_batches, 2**40)))  # it may be infinite
         self.session = Session(self, steps=steps, global_batch=self._global_batch, **self._options)
         if self.session.done + steps == self.session.end:  # a new run, from a checkpoint of one that may have stopped
             trainer.should_stop = False
@@ -132,16 +125,6 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         weight = self.session.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Add the metrics that were logged in this epoch before a restart to the results that Lightning collects."""
-        results = trainer.fit_loop.epoch_loop._results
-        for sums in self._restored_sums:
-            for name in sums.keys() & results.keys():
-                reduce = results[name].meta.reduce_fx
-                combine = reduce if reduce in (torch.max, torch.min) else torch.add
-                for key, value in sums.pop(name).items():
-                    setattr(results[name], key, combine(value, getattr(results[name], key)))
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last step in the session, and save the steps that are not saved yet. Lightning calls it."""
         self._end_step()
@@ -164,12 +147,10 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         trainer = self._trainer
         connector = trainer._logger_connector
         trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME), weights_only=False)
-        results = trainer.fit_loop.epoch_loop._results.items()
         rank_state = {
             "parts": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
             "connector": {name: getattr(connector, name) for name in _LOGGED},
-            "logged": {name: item.metric_state for name, item in results if item.is_tensor and not item.has_reset},
             "metrics": {
                 name: {**metric.metric_state, "_update_count": metric._update_count}
                 for name, metric in self._metrics().items()
@@ -178,7 +159,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         torch.save(rank_state, Path(directory, f"lightning-{trainer.global_rank:05}.pt"))
         for number, models in enumerate(self._models() if trainer.is_global_zero else ()):
             for path in {*models.best_k_models, models.best_model_path, models.last_model_path}:
-                if path and Path(path).exists():
+                if Path(path).is_file():
                     copy = Path(directory, _MODELS, str(number), Path(path).relative_to(str(models.dirpath)))
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(path, copy)
@@ -192,9 +173,8 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         """
         trainer = self._trainer
         files = sorted(Path(directory).glob("lightning-*.pt"))
-        rank_states = [torch.load(file, trainer.strategy.root_device, weights_only=False) for file in files]
-        self._restored = rank_states[trainer.global_rank % len(files)]
-        self._restored_sums = [state["logged"] for state in rank_states[trainer.global_rank :: trainer.world_size]]
+        file = files[trainer.global_rank % len(files)]
+        self._restored = torch.load(file, trainer.strategy.root_device, weights_only=False)
         checkpoint = torch.load(Path(directory, CHECKPOINT_NAME), "cpu", weights_only=False)
         for number, models in enumerate(self._models()):
             saved = checkpoint["callbacks"].get(models.state_key)
@@ -226,4 +206,4 @@ def _move_paths(value: Any, old: str, new: str) -> Any:
     """Return the state of a Lightning callback with its paths in the folder ``old`` moved to the folder ``new``."""
     if isinstance(value, dict):
         return {_move_paths(key, old, new): _move_paths(item, old, new) for key, item in value.items()}
-    return value.replace(old, new, 1) if isinstance(value, str) and value.startswith(old) else value
+    return value.replace(old, new) if isinstance(value, str) else value

@@ -99,23 +99,23 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         """Train with a session from the newest checkpoint of the run. Otherwise as ``transformers.Trainer.train``."""
         length = length_of(self.train_dataset)
         drop_last = self.args.dataloader_drop_last
-        unsupported = {
-            "auto_find_batch_size": self.args.auto_find_batch_size,
-            "train_sampling_strategy": self.args.train_sampling_strategy != "random",
-            "_get_train_sampler": type(self)._get_train_sampler is not transformers.Trainer._get_train_sampler,
-            "FSDP": self.is_fsdp_enabled,
-            "DeepSpeed": self.is_deepspeed_enabled,
-        }
-        if names := [name for name, is_used in unsupported.items() if is_used]:
-            raise ValueError(f"SessionTrainer does not support {', '.join(names)}: the session orders and saves")
+        if (
+            self.args.auto_find_batch_size
+            or self.args.train_sampling_strategy != "random"
+            or type(self)._get_train_sampler is not transformers.Trainer._get_train_sampler
+            or self.is_fsdp_enabled
+            or self.is_deepspeed_enabled
+        ):
+            raise ValueError(
+                "SessionTrainer does not support FSDP, DeepSpeed, auto_find_batch_size, a train_sampling_strategy but "
+                '"random" and a sampler of your own (_get_train_sampler): the session orders and saves'
+            )
         left = length % self._global_batch
         if not drop_last and 0 < left < self.args.world_size:
             raise ValueError(f"The last step of an epoch has {left} samples: set dataloader_drop_last=True")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._order = SampleOrder(length, self._global_batch, seed, drop_last=drop_last)
-        steps = self.args.max_steps
-        if steps <= 0:
-            steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
+        *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
         self.session = Session(self, steps=steps, global_batch=self._global_batch, seed=seed, **self._session_options)
         if self.session.end - steps == self.session.done:  # a new run, from a checkpoint of one that may have stopped
             self._restored["stopped"] = False

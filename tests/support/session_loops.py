@@ -105,7 +105,8 @@ def jax_loop(config: dict[str, Any]) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     jax.config.update("jax_enable_x64", True)
-    where = _where() if "ledger" in config else {"rank": 0}
+    where = _where() if "ledger" in config else {"rank": 0, "world": 1}
+    assert (jax.process_index(), jax.process_count()) == (where["rank"], where["world"]), "joined in order"
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     whole, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
 
@@ -232,7 +233,6 @@ def misusing_loop(config: dict[str, Any]) -> None:
 
     import torch
 
-    told("too small a batch", lambda: train(global_batch=1))
     told("an early end on all ranks", lambda: train(until=3))
     wait_for_checkpoint(3)
     told("another length", lambda: train(length=21))
