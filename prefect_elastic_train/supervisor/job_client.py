@@ -193,7 +193,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         options |= {"timeout": timeout, "allow_redirects": False, "auth": lambda request: request}
         try:
             self._headers = _authorization(self._cluster)
-            return super()._do_request(method, endpoint, **options)
+            answer: requests.Response = super()._do_request(method, endpoint, **options)
+            return answer
         except AuthenticationError as error:
             raise _refused(
                 f"the Ray cluster at {self.get_address()} refused the token ({str(error).splitlines()[0]}), or there "

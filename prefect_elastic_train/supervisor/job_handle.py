@@ -71,9 +71,9 @@ class JobDriver(DriverHandle):
         #: True once the dashboard has answered: then its address is not misspelt. Without an answer no attempt follows.
         self._has_answered = self._spec.request.resumed or self._previous is not None
         #: Id of a job that may still run; empty for none.
-        self._running_id = self._previous._running_id if self._previous else ""
+        self._running_id: str = self._previous._running_id if self._previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
-        self._received_until = self._previous._received_until if self._previous else 0.0
+        self._received_until: float = self._previous._received_until if self._previous else 0.0
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"

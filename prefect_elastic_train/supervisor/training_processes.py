@@ -98,10 +98,8 @@ class TrainingProcesses:
         spec_file = folder / "spec"
         write_spec(spec, spec_file)
         spec_file.with_name(STOP_FILE).unlink(missing_ok=True)
-        prestart_command: list[str] = []
-        if spec.scaling.standby != "off":
-            prestart_command = [*self.driver_command, PRESTARTED, spec.request.framework]
-        process = self._starter.start([*self.driver_command, str(spec_file)], environment, prestart_command)
+        prestart = [*self.driver_command, PRESTARTED, spec.request.framework] if spec.scaling.standby != "off" else []
+        process = self._starter.start([*self.driver_command, str(spec_file)], environment, prestart)
         ended = self.follow(ChildDriver(self.follower, self.settings, process, spec_file, cluster))
         if cluster:
             cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
