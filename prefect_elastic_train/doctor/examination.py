@@ -175,9 +175,9 @@ def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
         client.check_version()
     except UnreachableError as error:
         remedy = "correct the address of the RayCluster, or check that the head of the cluster runs"
-        yield fail(f"no Ray dashboard answers at {client.address} ({error})", remedy)
+        yield fail(f"no Ray dashboard answers at {client.get_address()} ({error})", remedy)
     else:
-        yield ok(f"the dashboard at {client.address} answers, accepts the token, and has this Ray version")
+        yield ok(f"the dashboard at {client.get_address()} answers, accepts the token, and has this Ray version")
 
 
 @dataclass

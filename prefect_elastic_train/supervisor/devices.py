@@ -31,12 +31,12 @@ class DeviceClaims:
     """The GPU claims of one training's local clusters, kept until :meth:`release`.
 
     Attributes:
-        gpus: The claimed GPUs, as CUDA_VISIBLE_DEVICES names them. Empty if the GPUs of the machine are unknown.
+        sockets: The socket of each claimed GPU, by the GPU's name in CUDA_VISIBLE_DEVICES. Empty if the GPUs of the
+            machine are unknown.
     """
 
     def __init__(self) -> None:
-        self.gpus: list[str] = []
-        self.sockets: list[socket.socket] = []
+        self.sockets: dict[str, socket.socket] = {}
         os.register_at_fork(after_in_child=self.release)  # a forked process must not keep the claims
 
     def claim(self, spec: DriverSpec, on_note: Callable[[str], None]) -> str:
@@ -69,23 +69,21 @@ class DeviceClaims:
                 in_use = "; ".join(f"GPU {name} is used by {users[gpus[name]]}" for name in gpus if name not in free)
                 if gpus and len(free) < least:
                     return f"{in_use}; the local cluster waits for GPUs: {least}"
-                self.gpus = free[:most]
-                self.sockets = [
-                    _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
-                    for name in self.gpus
-                ]
+                self.sockets = {
+                    name: _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
+                    for name in free[:most]
+                }
         except OSError as error:  # without abstract sockets nothing is claimed
             return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
         if in_use:
-            on_note(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
+            on_note(f"{in_use}; the local cluster has GPU {', '.join(self.sockets)}")
         return ""
 
     def release(self) -> None:
         """Release all GPU claims of the training."""
-        for claim in self.sockets:
+        for claim in self.sockets.values():
             claim.close()
-        self.sockets = []
-        self.gpus = []
+        self.sockets = {}
 
 
 def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:

@@ -1,14 +1,14 @@
-"""Handles of running drivers for the supervisor, and drivers that are child processes of the flow process."""
+"""Drivers that are child processes of the flow process, and what they share with those that run as Ray jobs."""
 
 import os
 import queue
 import signal
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect_elastic_train.core import events as ev
@@ -17,16 +17,15 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 from prefect_elastic_train.core.request import STOP_FILE
-from prefect_elastic_train.core.size_limits import truncate
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.processes import complete, kill, read_lines, start_process
+from prefect_elastic_train.supervisor.processes import ChildProcess, complete, kill, read_lines, start_process
 
 #: Longest time for which a handle waits for output in one call of `read_output`.
 POLL_SECONDS = 0.2
 NO_FINAL_EVENT = "the driver exited with code 0, but its final event was lost; the next driver finds the result"
 _RECENT_LINES = 30
-_RECENT_LINE_BYTES = 1000
+_RECENT_LINE_CHARACTERS = 1000
 #: Longest time from a driver's final event to its exit.
 _DRIVER_EXIT_SECONDS = 15.0
 #: Time for which the output of a dead driver is still read: a process that it started may hold it open.
@@ -34,20 +33,25 @@ _PIPE_SECONDS = 2.0
 #: Time for which a killed process that hangs in the kernel is waited for.
 _REAP_SECONDS = 10.0
 _OUTPUT_QUEUE = 10_000
-#: Training time before the next driver is pre-started. Its imports take CPU time, and short trainings need none.
+#: Time from a driver's start to that of the next, which is pre-started. Its imports take CPU time, and short trainings
+#: need none.
 _PRESTART_SECONDS = 60.0
 
 
-class DriverHandle(ABC):
+@dataclass
+class DriverHandle:
     """A running driver. Reads the driver's output, and keeps what its events report about the attempt."""
 
-    def __init__(self, follower: Follower, settings: ElasticTrainSettings) -> None:
-        self.follower = follower
-        self.settings = settings
+    follower: Follower
+    settings: ElasticTrainSettings
+
+    def __post_init__(self) -> None:
         #: Number of the attempt in the run directory; 0 before `AttemptStarted`.
         self._attempt = 0
         self._final_event: ev.AttemptEnded | None = None
         self._final_event_at = float("inf")
+        #: Time at which the driver was first known to have exited.
+        self._exited_at = float("inf")
         #: Start of the time without a heartbeat, and the driver's activity then.
         self._heartbeat_at = time.monotonic()
         self._activity = "starting"
@@ -56,35 +60,19 @@ class DriverHandle(ABC):
         #: True while the output is one that an earlier process of the flow run has already received.
         self._is_replay = False
 
-    @abstractmethod
-    def start(self) -> None:
-        """Start the driver unless it runs already, and prepare to read its output."""
-
-    @abstractmethod
-    def read_output(self) -> Iterator[tuple[str, bytes]]:
-        """Yield ``(source, line)`` for each new line of the driver's output. Waits a short time for lines."""
-
-    @abstractmethod
-    def poll(self) -> ev.AttemptEnded | None:
-        """Return the attempt's final event once the driver has exited or counts as lost, else None."""
-
-    @abstractmethod
-    def prepare_stop(self, reason: BaseException) -> None:
-        """Prepare to stop the driver, which may still run, after `reason` was raised in the flow process."""
-
-    def close(self) -> None:  # noqa: B027 - nothing to release by default
-        """Stop the driver if it is a child process, and release the resources that are held for it."""
+    def close(self) -> None:
+        """Release what is held for the driver. A Ray job holds nothing."""
 
     def process_line(self, source: str, line: bytes) -> None:
         """Handle a line of the driver's output: process it if it is an event, else pass it to the follower as text."""
-        text = line.decode(errors="replace").rstrip("\n")
+        text = line.decode(errors="replace")
         event = ev.decode_event(text[len(ev.EVENT_TAG) :]) if text.startswith(ev.EVENT_TAG) else None
-        if event is not None:
+        if event:
             self.process_event(event)
             return
         plain_text = without_marks(text)
         if plain_text and not WORKER_LINE.match(plain_text):
-            self._recent_lines.append(truncate(plain_text, _RECENT_LINE_BYTES))
+            self._recent_lines.append(plain_text[:_RECENT_LINE_CHARACTERS])
         if plain_text and not self._is_replay:
             self.follower.on_line(source, text)
 
@@ -124,6 +112,7 @@ class DriverHandle(ABC):
         return f": {cause}" if cause else ""
 
 
+@dataclass
 class DriverStarter:
     """Starts the drivers of a training as child processes, one after the other.
 
@@ -131,15 +120,14 @@ class DriverStarter:
         prestarted: The pre-started driver, which waits for the path of its spec file; None without one.
     """
 
-    def __init__(self) -> None:
-        self.prestarted: subprocess.Popen[bytes] | None = None
-        self._due_at = float("inf")
-        self._command: Sequence[str] = ()
-        self._environment: dict[str, str] = {}
+    prestarted: ChildProcess | None = None
+    _due_at: float = float("inf")
+    _command: Sequence[str] = ()
+    _environment: dict[str, str] = field(default_factory=dict)
 
     def start(
         self, command: Sequence[str], environment: dict[str, str], prestart_command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> ChildProcess:
         """Return a driver process: the pre-started driver if its environment fits, or a new one.
 
         Args:
@@ -147,72 +135,61 @@ class DriverStarter:
             environment: Environment of the driver.
             prestart_command: Command of the next pre-started driver; empty for none.
         """
-        self._due_at = float("inf")
         if environment != self._environment:
             self.close()
         process = self.prestarted
         self.prestarted = None
         self._command = prestart_command
         self._environment = environment
-        if process is not None and process.stdin is not None:
+        self._due_at = time.monotonic() + _PRESTART_SECONDS
+        if process and process.stdin:
             with suppress(OSError):  # it has exited
                 process.stdin.write(f"{command[-1]}\n".encode())
                 process.stdin.close()
                 return process
         return start_process(command, environment, subprocess.DEVNULL, subprocess.PIPE)
 
-    def schedule(self) -> None:
-        """Schedule the next pre-started driver for `_PRESTART_SECONDS` from now, unless one runs or none is wanted."""
-        if self._command and (self.prestarted is None or self.prestarted.poll() is not None):
-            self._due_at = time.monotonic() + _PRESTART_SECONDS
-
     def start_if_due(self) -> None:
-        """Start the pre-started driver if one is scheduled and its time has come."""
-        if time.monotonic() > self._due_at:
+        """Start the pre-started driver if one is wanted and its time has come."""
+        if self._command and time.monotonic() > self._due_at:
             self._due_at = float("inf")
             with suppress(OSError):  # the next driver is started when it is needed
                 self.prestarted = start_process(self._command, self._environment, subprocess.PIPE, subprocess.PIPE)
 
     def close(self) -> None:
         """Kill the pre-started driver, if there is one."""
-        if self.prestarted is not None:
+        if self.prestarted:
             kill(self.prestarted)
             self.prestarted = None
 
 
+@dataclass
 class ChildDriver(DriverHandle):
     """A driver that is a child process of the flow process.
 
     Args:
-        spec_file: The file that the driver reads its spec from.
-        cluster: The local cluster to start when the driver requests it; None if the driver joins another.
+        _spec_file: The file that the driver reads its spec from.
+        _cluster: The local cluster to start when the driver requests it; None if the driver joins another.
     """
 
-    def __init__(
-        self,
-        follower: Follower,
-        settings: ElasticTrainSettings,
-        starter: DriverStarter,
-        process: subprocess.Popen[bytes],
-        spec_file: Path,
-        cluster: LocalCluster | None,
-    ) -> None:
-        super().__init__(follower, settings)
-        self._starter = starter
-        self._process = process
-        self._spec_file = spec_file
-        self._cluster = cluster
-        self._exited_at = float("inf")
+    _process: ChildProcess
+    _spec_file: Path
+    _cluster: LocalCluster | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._is_interrupted = False
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
         self._open_streams = 2
 
     def start(self) -> None:
+        """Start to read the driver's output."""
         for stream, source in ((self._process.stdout, "driver"), (self._process.stderr, "stderr")):
-            assert stream is not None
+            assert stream
             read_lines(stream, source, self._output)
 
     def read_output(self) -> Iterator[tuple[str, bytes]]:
+        """Yield ``(source, line)`` for each new line of the driver's output. Waits a short time for lines."""
         deadline = time.monotonic() + POLL_SECONDS
         while self._open_streams and (left := deadline - time.monotonic()) > 0:
             try:
@@ -235,7 +212,7 @@ class ChildDriver(DriverHandle):
             self._exited_at = min(self._exited_at, now)
         if not self._open_streams or (now - self._exited_at > _PIPE_SECONDS and self._output.empty()):
             return self._end_of_exited()
-        if self._final_event is not None:
+        if self._final_event:
             return self._final_event if now - self._final_event_at > _DRIVER_EXIT_SECONDS else None
         return self._check_cluster() or self.check_liveness()
 
@@ -252,28 +229,23 @@ class ChildDriver(DriverHandle):
 
     def process_event(self, event: ev.Event) -> None:
         super().process_event(event)
-        if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
+        if isinstance(event, ev.ClusterWanted) and self._cluster:
             self._cluster.start()
-        elif isinstance(event, ev.WorkerGroupStarted):
-            self._starter.schedule()
 
     def _end_of_exited(self) -> ev.AttemptEnded:
         code = self._wait(_DRIVER_EXIT_SECONDS)
-        if self._final_event is not None:
+        if self._final_event:
             return self._final_event
         if code == 0:
             return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
-        cluster_lost = self._check_cluster()
-        if cluster_lost is not None:
-            return cluster_lost
         error = self.last_error() if code != -signal.SIGKILL else ""
-        return self.final_event(
-            Outcome.DRIVER_LOST,
-            f"the driver process (pid {self._process.pid}) was ended by {_describe_exit(code)}{error}",
+        exit_reason = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        return self._check_cluster() or self.final_event(
+            Outcome.DRIVER_LOST, f"the driver process (pid {self._process.pid}) was ended by {exit_reason}{error}"
         )
 
     def _check_cluster(self) -> ev.AttemptEnded | None:
-        if self._cluster is None or not self._cluster.is_dead():
+        if not self._cluster or not self._cluster.is_dead():
             return None
         reason = self._cluster.log_failure(self.follower)
         return self.final_event(Outcome.CLUSTER_LOST, f"the local Ray cluster has died: {reason}")
@@ -285,18 +257,8 @@ class ChildDriver(DriverHandle):
         self._wait(self.settings.stop_grace_seconds)
 
     def _wait(self, seconds: float) -> int:
-        try:
-            return self._process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        for timeout in (seconds, _REAP_SECONDS):
             with suppress(subprocess.TimeoutExpired):
-                return self._process.wait(timeout=_REAP_SECONDS)
-            return -signal.SIGKILL
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with suppress(ValueError):  # a real-time signal has no name
-        return f"signal {-code} ({signal.Signals(-code).name})"
-    return f"signal {-code}"
+                return self._process.wait(timeout)
+            self._process.kill()
+        return -signal.SIGKILL

@@ -10,11 +10,10 @@ has died if the pipe closes or if it is no longer the guard's parent. Then the g
 processes, and removes the folder.
 
 Each hour it updates the timestamps of all files in the folder, since cleaners of /tmp remove files that were not used
-for some days, and removes the logs of Ray's workers that have exited.
+for some days.
 """
 
 import os
-import re
 import select
 import shutil
 import signal
@@ -46,7 +45,8 @@ def main(folder: str, parent: int) -> None:
             break
         if time.monotonic() % _MAINTENANCE_SECONDS < _GUARD_POLL_SECONDS:
             with suppress(OSError):  # a file was removed meanwhile: the rest follows an hour later
-                _maintain(Path(folder))
+                for path in Path(folder).rglob("*"):
+                    os.utime(path, follow_symlinks=False)
     drivers = []
     for process in marked_processes(folder):
         with suppress(psutil.Error):
@@ -93,14 +93,6 @@ def kill_marked(mark: str, timeout_seconds: float) -> list[int]:
             return [process.pid for process in alive]
         psutil.wait_procs(alive, timeout=0.2)
         time.sleep(0.1)
-
-
-def _maintain(folder: Path) -> None:
-    for log in folder.glob("r0/session_*/logs/*worker-*"):  # their names end with a process id
-        if not psutil.pid_exists(int(re.findall(r"\d+", log.name)[-1])):
-            log.unlink()
-    for path in folder.rglob("*"):
-        os.utime(path, follow_symlinks=False)
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:

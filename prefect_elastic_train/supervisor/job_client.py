@@ -2,15 +2,16 @@
 
 A job's package contains this Python package, the driver's spec, and the user's code. It is stored in the cluster's
 package store and on its nodes, where all users of the cluster can read it.
+
+Uses ``ray._raylet.AuthenticationTokenLoader``, which knows where Ray's own settings have a token.
 """
 
 import os
 import pickle
 import re
-import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import ray
 import requests
 from pydantic import SecretStr
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobDetails, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
@@ -29,7 +31,6 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
-_CONNECT_SECONDS = 5.0
 _DASHBOARD_SECONDS = 10.0
 #: For listing and submitting: the list has all jobs that the cluster ever ran, and a submission may wait for the head.
 _JOBS_SECONDS = 60.0
@@ -81,18 +82,12 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
 
     def __init__(self, cluster: ClusterSettings) -> None:
         self._cluster = cluster
-        self._client_ray_version = ray.__version__
         bundle = os.path.expanduser(cluster.ca_bundle) or os.environ.get("SSL_CERT_FILE", "")
-        try:
-            # Skips JobSubmissionClient's constructor, which reads the address from the environment and sends a request.
-            SubmissionClient.__init__(
-                self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
-            )
-        except OSError as error:
-            raise _refused(
-                f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
-            ) from error
-        self.address = str(self._address)
+        # Skips JobSubmissionClient's constructor, which reads the address from the environment and sends a request.
+        # Each request sets its headers; those given here keep Ray from looking for a token.
+        SubmissionClient.__init__(
+            self, cluster.address, headers={"Authorization": ""}, verify=cluster.verify_tls and (bundle or True)
+        )
 
     def check_version(self) -> None:
         """Check that the cluster runs the same minor version of Ray as this process.
@@ -101,14 +96,11 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             RefusedError: It runs another one, with which the driver cannot work.
         """
         with _unexpected_answers():
-            answer = self._do_request("GET", "/api/version")
-            if answer.status_code != 200:
-                self._raise_error(answer)
-            version = str(answer.json()["ray_version"])
+            version = str(self._do_request("GET", "/api/version").json()["ray_version"])
         if version.split(".")[:2] != ray.__version__.split(".")[:2]:
             raise _refused(
-                f"the cluster at {self.address} runs Ray {version} and the flow Ray {ray.__version__}; use the same "
-                "minor version"
+                f"the cluster at {self.get_address()} runs Ray {version} and the flow Ray {ray.__version__}; use the "
+                "same minor version"
             )
 
     def submitted_jobs(self) -> list[JobDetails]:
@@ -116,11 +108,14 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         with _unexpected_answers():
             return [job for job in self.list_jobs() if job.type == "SUBMISSION"]
 
-    def find_job(self, submission_id: str) -> JobDetails | None:
-        """Return the details of a Ray job by its submission id; None if the cluster does not know the job."""
-        with _unexpected_answers(), suppress(UnknownJobError):
+    def find_job(self, submission_id: str) -> JobDetails:
+        """Return the details of a Ray job by its submission id.
+
+        Raises:
+            UnknownJobError: The cluster does not know the job.
+        """
+        with _unexpected_answers():
             return self.get_job_info(submission_id)
-        return None
 
     def submit(self, submission_id: str, metadata: dict[str, str], package: Path) -> None:
         """Submit a driver as a Ray job under a new submission id, with metadata by which the job can be found again.
@@ -149,8 +144,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 metadata=metadata,
                 entrypoint_num_cpus=resources.pop("CPU", None),
                 entrypoint_num_gpus=resources.pop("GPU", None),
-                entrypoint_memory=int(resources.pop("memory", 0)) or None,
-                entrypoint_resources=resources or None,
+                entrypoint_memory=int(resources.pop("memory", 0)),
+                entrypoint_resources=resources,
             )
         except (AttemptFailedError, UnreachableError):
             raise
@@ -159,24 +154,15 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except Exception as error:
             raise _refused(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
 
-    def stop(self, submission_id: str) -> None:
-        """Request that the cluster stops a Ray job. Does nothing if the job has ended or is unknown."""
-        with _unexpected_answers(), suppress(UnknownJobError):
-            self.stop_job(submission_id)
+    def stop(self, submission_id: str) -> JobStatus:
+        """Request that the cluster stops a Ray job, unless it has ended, and return its status.
 
-    def submit_end_of_pending(self, submission_id: str) -> None:
-        """Submit a second Ray job that ends a job that has not started yet, since Ray's own stop waits for its start.
-
-        The second job kills the actor that the pending job waits for. The name of the actor is that of the supported
-        Ray versions.
+        Raises:
+            UnknownJobError: The cluster does not know the job.
         """
-        code = (
-            "import ray; ray.init(log_to_driver=False); "
-            f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
-            "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
-        )
         with _unexpected_answers():
-            self.submit_job(entrypoint=f"{_EXECUTE} -c {shlex.quote(code)}", submission_id=f"end-of-{submission_id}")
+            self.stop_job(submission_id)
+            return self.get_job_info(submission_id).status
 
     def read_log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
         """Yield in chunks the last lines of the log of a Ray job's driver; all lines for -1.
@@ -200,22 +186,19 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Send an HTTP request to the dashboard, with a timeout and the token. All methods of Ray's client use this."""
-        self._headers = _authorization(self._cluster)  # the token may be in a file that changes
+        timeout = (_DASHBOARD_SECONDS, _JOBS_SECONDS if endpoint == "/api/jobs/" else _DASHBOARD_SECONDS)
         if method == "PUT":
             timeout = (_TRANSFER_SECONDS, _TRANSFER_SECONDS)  # the first one includes sending
-        elif endpoint == "/api/jobs/":
-            timeout = (_CONNECT_SECONDS, _JOBS_SECONDS)
-        else:
-            timeout = (_CONNECT_SECONDS, _DASHBOARD_SECONDS)
         # Without an `auth`, requests would use a .netrc in place of the token.
         options |= {"timeout": timeout, "allow_redirects": False, "auth": lambda request: request}
         try:
+            self._headers = _authorization(self._cluster)
             answer: requests.Response = super()._do_request(method, endpoint, **options)
             return answer
         except AuthenticationError as error:
             raise _refused(
-                f"the Ray cluster at {self.address} refused the token ({str(error).splitlines()[0]}); give its token "
-                "as auth_token of the RayCluster"
+                f"the Ray cluster at {self.get_address()} refused the token ({str(error).splitlines()[0]}), or there "
+                "is none; give its token as auth_token of the RayCluster"
             ) from error
         except requests.RequestException as error:
             reason = getattr(error.args[0] if error.args else error, "reason", error)
@@ -226,11 +209,9 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         problem = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[-300:]}"
         if answer.status_code == 400:
             raise _refused(f"Ray does not accept the job: {problem}")
-        if answer.status_code != 404:
-            raise UnreachableError(problem)
         if re.fullmatch(r"Job \S+ does not exist", answer.text.strip()):
             raise UnknownJobError(problem)
-        raise UnreachableError(f"{_NO_DASHBOARD}: {problem}")
+        raise UnreachableError(f"{_NO_DASHBOARD}: {problem}" if answer.status_code == 404 else problem)
 
 
 def _refused(message: str) -> RefusedError:
@@ -242,12 +223,9 @@ def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
 
     The token is that of the block, or else that of Ray's own settings.
     """
-    token = cluster.auth_token.get_secret_value() or os.environ.get("RAY_AUTH_TOKEN", "")
-    if not token:
-        with suppress(OSError):
-            path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-            token = path.read_text(errors="replace")
-    token = token.strip()
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()  # the token may be in a file that changes
+    token = (cluster.auth_token.get_secret_value() or loader.get_raw_token(ignore_auth_mode=True)).strip()
     if not re.fullmatch("[!-~]*", token):
         raise _refused(
             "the cluster's token holds characters that no token has, such as spaces or line ends; copy it again"

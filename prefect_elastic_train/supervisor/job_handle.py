@@ -10,7 +10,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -18,14 +19,18 @@ from typing import TypeVar
 from ray.job_submission import JobDetails
 
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
-from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.size_limits import whole_lines
 from prefect_elastic_train.core.time_limits import JOB_STOP_SECONDS
 from prefect_elastic_train.supervisor.driver_handle import NO_FINAL_EVENT, DriverHandle
-from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
+from prefect_elastic_train.supervisor.job_client import (
+    JobClient,
+    RefusedError,
+    UnknownJobError,
+    UnreachableError,
+    job_package,
+)
 
 _T = TypeVar("_T")
 
@@ -39,52 +44,41 @@ _REQUEST_INTERVAL_SECONDS = 1.0
 _LOG_END_SECONDS = 60.0
 #: Longest time from a driver's final event to the end of its job.
 _JOB_EXIT_SECONDS = 30.0
-#: Time after which a stopped job that is still pending is ended by another job.
-_STOP_PENDING_SECONDS = 1.5
 #: Time within which a submission that was cut short may still arrive.
 _STOP_UNKNOWN_SECONDS = 5.0
 #: Lines before the end of a log at which reading starts at least.
 _MIN_LINES = 100
 
 
+@dataclass
 class JobDriver(DriverHandle):
     """A driver that runs as a Ray job.
 
     Args:
-        wait: Waits for some seconds, and checks meanwhile that the flow run goes on.
-        folder: The private folder, in which the job's package is made.
-        previous: The driver of the previous attempt in this process.
+        _wait: Waits for some seconds, and checks meanwhile that the flow run goes on.
+        _folder: The private folder, in which the job's package is made.
+        _previous: The driver of the previous attempt in this process.
     """
 
-    def __init__(
-        self,
-        follower: Follower,
-        settings: ElasticTrainSettings,
-        wait: Callable[[float], None],
-        spec: DriverSpec,
-        folder: Path,
-        previous: JobDriver | None,
-    ) -> None:
-        super().__init__(follower, settings)
-        self._wait = wait
-        self._spec = spec
-        self._folder = folder
-        self._client = JobClient(spec.cluster)
-        #: True once the dashboard has answered: then its address is not misspelt.
-        self._has_answered = spec.request.resumed
+    _wait: Callable[[float], None]
+    _spec: DriverSpec
+    _folder: Path
+    _previous: JobDriver | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._client = JobClient(self._spec.cluster)
+        #: True once the dashboard has answered: then its address is not misspelt. Without an answer no attempt follows.
+        self._has_answered = self._spec.request.resumed or self._previous is not None
         #: Id of a job that may still run; empty for none.
-        self._running_id = ""
+        self._running_id: str = self._previous._running_id if self._previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
-        self._received_until = 0.0
-        if previous is not None:
-            self._has_answered |= previous._has_answered
-            self._running_id = previous._running_id
-            self._received_until = previous._received_until
+        self._received_until: float = self._previous._received_until if self._previous else 0.0
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"
         self._last_note = ""
-        self._ended_at = float("inf")
+        self._log = JobLog(self._client)
 
     def start(self) -> None:
         """Find the Ray job that already trains the run, or submit a new job.
@@ -99,14 +93,12 @@ class JobDriver(DriverHandle):
         identity = _digest([request.run_name, self._spec.storage.uri, request.owner.flow_run_id])
         prefix = f"elastic-train-{name}-{identity[:12]}-"
         config = _digest(request.fingerprint.config)
-        jobs = self._retry(
-            self._client.submitted_jobs,
-            cluster.unreachable_timeout_seconds if self._has_answered else cluster.connect_timeout_seconds,
-        )
+        limit = cluster.unreachable_timeout_seconds if self._has_answered else cluster.connect_timeout_seconds
+        jobs = self._retry(self._client.submitted_jobs, limit)
         own_jobs = [job for job in jobs if job.submission_id.startswith(prefix)]
         running = next((job for job in own_jobs if not job.status.is_terminal()), None)
-        self._was_running = running is not None
-        if running is not None:
+        self._was_running = bool(running)
+        if running:
             if (running.metadata or {}).get("elastic_train_config", config) != config:
                 raise AttemptFailedError(
                     f"job {running.submission_id} still trains run {request.run_name!r} with another "
@@ -127,29 +119,28 @@ class JobDriver(DriverHandle):
         self._started_at = time.monotonic()
         self._answered_at = self._started_at
         self._log_read_at = self._started_at
-        self._heartbeat_at = self._started_at
         already = " already, which is followed from now on" if self._was_running else ""
         self.follower.on_note(
-            f"The training runs as job {self._id}{already}; its log: {self._client.address}/#/jobs/{self._id}"
+            f"The training runs as job {self._id}{already}; its log: {self._client.get_address()}/#/jobs/{self._id}"
         )
-        self._log = JobLog(self._client)
 
     def read_output(self) -> Iterator[tuple[str, bytes]]:
         """Wait a second, request the status of the Ray job, and yield the new lines of its log."""
         self._wait(_REQUEST_INTERVAL_SECONDS)
         try:
-            job = self._client.find_job(self._id)
+            self.job = self._client.find_job(self._id)
             self._answered_at = time.monotonic()
-            self._is_unknown = job is None
-            self.job = job or self.job
             has_ended = self.job.status.is_terminal()
-            if job is None or has_ended:
+            if has_ended:
                 self._running_id = ""
-            if job is not None and job.driver_node_id:
-                for line in self._log.read(job, to_the_end=has_ended):
+            if self.job.driver_node_id:
+                for line in self._log.read(self.job, to_the_end=has_ended):
                     yield "driver", line
             self._log_is_complete = has_ended
             self._log_read_at = time.monotonic()
+        except UnknownJobError:
+            self._is_unknown = True
+            self._running_id = ""
         except (UnreachableError, RefusedError) as error:  # the last known state of the job stays
             self._problem = str(error)
             self._heartbeat_at = time.monotonic()  # heartbeats cannot be read now
@@ -162,28 +153,23 @@ class JobDriver(DriverHandle):
         """
         now = time.monotonic()
         if self.job.status.is_terminal():
-            self._ended_at = min(self._ended_at, now)
-            is_read = self._log_is_complete or now - self._ended_at > _LOG_END_SECONDS
+            self._exited_at = min(self._exited_at, now)
+            is_read = self._log_is_complete or now - self._exited_at > _LOG_END_SECONDS
             return self._end_of_job() if is_read else None
-        if self._final_event is not None and (self._is_unknown or now - self._final_event_at > _JOB_EXIT_SECONDS):
-            return self._end_of_job()  # a cluster may be removed as soon as its job has ended
-        if self._is_unknown:
-            return self.final_event(
-                Outcome.CLUSTER_LOST,
-                f"job {self._id}: the cluster does not know it any more, since it was started again",
-            )
+        if self._is_unknown or now - self._final_event_at > _JOB_EXIT_SECONDS:
+            return self._end_of_job()
         limit = self._spec.cluster.unreachable_timeout_seconds
         if now - self._answered_at > limit:
             return self.final_event(
                 Outcome.CLUSTER_LOST,
-                f"the dashboard at {self._client.address} did not answer for {limit:g} s ({self._problem}); job "
+                f"the dashboard at {self._client.get_address()} did not answer for {limit:g} s ({self._problem}); job "
                 f"{self._id} may go on, and the next attempt looks for it",
             )
         self._log_problem(now)
         if self.job.status != "RUNNING":
             self._heartbeat_at = now
-        hang = self.check_liveness() if self._final_event is None else None
-        if hang is not None:
+        hang = None if self._final_event else self.check_liveness()
+        if hang:
             self.stop()
         return hang
 
@@ -204,27 +190,23 @@ class JobDriver(DriverHandle):
         began = time.monotonic()
         problem = ""
         while self._running_id and (waited := time.monotonic() - began) < JOB_STOP_SECONDS:
+            has_ended = False
             try:
-                self._client.stop(self._running_id)
-                job = self._client.find_job(self._running_id)
-                if job is None:
-                    problem = "the cluster does not know it"
-                    has_ended = waited > _STOP_UNKNOWN_SECONDS
-                else:
-                    problem = f"it is still {job.status}"
-                    has_ended = job.status.is_terminal()
-                if has_ended:
-                    self._running_id = ""
-                    return
-                if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
-                    self._client.submit_end_of_pending(self._running_id)
+                status = self._client.stop(self._running_id)
+                problem = f"it is still {status}"
+                has_ended = status.is_terminal()
+            except UnknownJobError:
+                has_ended = waited > _STOP_UNKNOWN_SECONDS
             except (UnreachableError, RefusedError) as error:
                 problem = str(error)
+            if has_ended:
+                self._running_id = ""
+                return
             time.sleep(0.5)
         if self._running_id:
             self.follower.on_note(
-                f"Job {self._running_id} could not be stopped ({problem}); stop it with `ray job stop "
-                f"{self._running_id}` when the cluster answers again"
+                f"Job {self._running_id} could not be stopped ({problem}). Ray stops a pending job when it starts; any "
+                f"other, stop with `ray job stop {self._running_id}` when the cluster answers again"
             )
 
     def process_event(self, event: Event) -> None:
@@ -249,8 +231,6 @@ class JobDriver(DriverHandle):
 
     def _submit(self, submission_id: str, config: str) -> JobDetails:
         """Submit a Ray job, and return its details. If the answer is lost, find the job by its id."""
-        # Checked only here: a job that already trains is followed with any version of Ray.
-        self._retry(self._client.check_version, _SUBMIT_SECONDS)
         owner = self._spec.request.owner.model_copy(update={"job": submission_id})
         spec = replace(self._spec, request=replace(self._spec.request, owner=owner))
         metadata = {
@@ -260,20 +240,16 @@ class JobDriver(DriverHandle):
             "flow_run_name": owner.flow_run_name,
             "flow_name": owner.flow_name,
         }
-        self._running_id = submission_id  # from here on the cluster may have it
         with job_package(spec, self._folder) as package:
 
             def submit() -> JobDetails:
-                problem: Exception = UnreachableError("the cluster does not have the job")
-                try:
-                    self._client.submit(submission_id, metadata, package)
-                except UnreachableError as error:
-                    problem = error
-                # Whatever the answer was: the submission has succeeded if the cluster has the job.
-                job = self._client.find_job(submission_id)
-                if job is None:
-                    raise problem
-                return job
+                with suppress(UnknownJobError):  # an earlier try has arrived, whatever the answer was
+                    return self._client.find_job(submission_id)
+                # Checked only here: a job that already trains is followed with any version of Ray.
+                self._client.check_version()
+                self._running_id = submission_id  # from here on the cluster may have it
+                self._client.submit(submission_id, metadata, package)
+                return self._client.find_job(submission_id)
 
             return self._retry(submit, _SUBMIT_SECONDS)
 
@@ -293,7 +269,7 @@ class JobDriver(DriverHandle):
             except UnreachableError as error:
                 if time.monotonic() > deadline:
                     raise AttemptFailedError(
-                        f"no Ray dashboard answers at {self._client.address} ({error}; tried for {seconds:g} s). "
+                        f"no Ray dashboard answers at {self._client.get_address()} ({error}; tried for {seconds:g} s). "
                         "Correct the address of the RayCluster, or see whether the head of the cluster is up",
                         outcome=Outcome.CLUSTER_LOST,
                         # A dashboard that never answered is more likely misspelt than lost; a retry cannot help.
@@ -311,15 +287,20 @@ class JobDriver(DriverHandle):
         """
         ended = self._final_event
         status = self.job.status
-        if status == "STOPPED" and (ended is None or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
+        if status == "STOPPED" and (not ended or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
             return self.final_event(Outcome.CANCELLED, f"job {self._id} was stopped, but not by this flow run")
-        if ended is not None:
+        if ended:
             if ended.outcome is Outcome.CANCELLED:
                 return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
             if ended.outcome is Outcome.SUPERSEDED and self._was_running:
                 # Another process started that job. This process may be the one that has taken over the run.
                 return self.final_event(Outcome.DRIVER_LOST, ended.message)
-            return ended
+            return ended  # also of an unknown job: a cluster may be removed as soon as its job has ended
+        if self._is_unknown:
+            return self.final_event(
+                Outcome.CLUSTER_LOST,
+                f"job {self._id}: the cluster does not know it any more, since it was started again",
+            )
         if status == "SUCCEEDED":
             return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
         # Ray appends the end of the job's log, which was passed on line by line.
@@ -334,6 +315,7 @@ class JobDriver(DriverHandle):
         return self.final_event(Outcome.DRIVER_LOST, f"the driver was lost: {reason.splitlines()[0]}{error}")
 
 
+@dataclass
 class JobLog:
     """Reads each line of a Ray job's log once.
 
@@ -342,11 +324,10 @@ class JobLog:
     the anchor at which new lines are recognized.
     """
 
-    def __init__(self, client: JobClient) -> None:
-        self._client = client
-        #: The last line with an event, and the number of other lines since.
-        self._anchor = b""
-        self._lines_since_anchor = 0
+    _client: JobClient
+    #: The last line with an event, and the number of other lines since.
+    _anchor: bytes = b""
+    _lines_since_anchor: int = 0
 
     def read(self, job: JobDetails, *, to_the_end: bool = False) -> Iterator[bytes]:
         """Yield the lines of the Ray job's log since the last reading.

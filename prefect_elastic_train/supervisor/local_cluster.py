@@ -6,17 +6,16 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, PRINT_PATCH, DriverSpec
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.processes import start_process
-from prefect_elastic_train.supervisor.raylet_patches import free_port
+from prefect_elastic_train.supervisor.processes import ChildProcess, start_process
+from prefect_elastic_train.supervisor.raylet_patches import free_ports
 
 #: Time after which a driver notices that its head has died; Ray's default is 60 s.
 _RECONNECT_SECONDS = "6"
@@ -29,57 +28,58 @@ def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
     The environment holds the path of the file, not the token.
     """
     path = folder / "token"
-    with open(path, "w", opener=partial(os.open, mode=0o600)) as file:
-        file.write(token)
+    path.touch(mode=0o600)
+    path.write_text(token)
     environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
     environment.pop("RAY_AUTH_TOKEN", None)  # Ray prefers it to the file
 
 
+@dataclass
 class LocalCluster:
     """The head node of a local cluster, with its own token, ports and session folder, and its fork server.
 
     Args:
-        spec: The spec of the first attempt.
-        folder: The training's private folder. Its path must be short, since Ray makes sockets in it.
-        environment: The environment of the training's processes.
-        claims: The training's claims on GPUs.
+        _spec: The spec of the first attempt.
+        _folder: The training's private folder. Its path must be short, since Ray makes sockets in it.
+        _environment: The environment of the training's processes.
+        _claims: The training's claims on GPUs.
 
     Attributes:
         address: ``host:port`` of the head. Nothing listens there before the head is up.
         is_lost: True once a driver could not join although the head lives; the next driver could not join either.
     """
 
-    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+    _spec: DriverSpec
+    _folder: Path
+    _environment: dict[str, str]
+    _claims: DeviceClaims
+
+    def __post_init__(self) -> None:
+        self.address = f"127.0.0.1:{next(free_ports())}"
         self.is_lost = False
-        self._spec = spec
-        self._folder = folder
-        self._claims = claims
-        self._head: subprocess.Popen[bytes] | None = None
-        self._head_log = folder / "r0.log"
+        self._head: ChildProcess | None = None
+        self._head_log = self._folder / "r0.log"
         self._token = secrets.token_hex(32)
-        self._fork_server: subprocess.Popen[bytes] | None = None
-        self._fork_log = folder / "fork.log"
         self._variables = {"RAY_gcs_rpc_server_reconnect_timeout_s": _RECONNECT_SECONDS}
-        if spec.can_fork:
+        if self._spec.can_fork:
             # Ray Train sets the last two by a runtime environment, which forked workers do not have.
             self._variables |= {
-                FORK_SERVER_VARIABLE: str(folder / "fork"),
-                "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
-                "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
+                FORK_SERVER_VARIABLE: str(self._folder / "fork"),
+                "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(self._spec.poll_interval_seconds),
+                "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
             }
         # Workers get their variables from the head. With a runtime environment Ray would start a process for each of
         # the first workers and could not use those that it has started ahead. RAY_ADDRESS keeps Ray's tools in the
         # workers from looking for other clusters on the host.
         self._environment = {
             PRINT_PATCH: "0",
-            **environment,
+            **self._environment,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ADDRESS": self.address,
         }
         self.add_variables(self._environment)
-        if claims.gpus:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(claims.gpus)
+        if self._claims.sockets:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._claims.sockets)
 
     def add_variables(self, environment: dict[str, str]) -> None:
         """Add to a process's environment the variables that the process needs to join this local cluster."""
@@ -93,29 +93,21 @@ class LocalCluster:
 
         They are not stopped here: they have the process mark, so they are killed with the training.
         """
-        if self._head is not None:
+        if self._head:
             return
         shutil.rmtree(self._folder / "r0", ignore_errors=True)
-        self._head = self._start_process(
-            self._command(), self._head_log, pass_fds=[claim.fileno() for claim in self._claims.sockets]
-        )
-        if self._spec.can_fork:
-            Path(self._variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
-            threads = max(1, int(self._spec.scaling.resources_per_worker.get("CPU", 1)))
-            arguments = [self._spec.request.framework, str(threads)]
-            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *arguments]
-            with suppress(OSError):  # Ray starts the workers itself then
-                self._fork_server = self._start_process(command, self._fork_log)
-
-    def check_fork_server(self, follower: Follower) -> None:
-        """Log a note, once, if the fork server has exited. Ray then starts the workers itself."""
-        exit_code = self._fork_server.poll() if self._fork_server is not None else None
-        if exit_code is None:
-            return
-        self._fork_server = None
-        output = self._fork_log.read_text(errors="replace").strip()
-        reason = output.rpartition("\n")[2] or f"its process ended with {exit_code}"
-        follower.on_note(f"Workers are not forked, and take longer to start: {reason}")
+        with self._head_log.open("wb") as log:
+            start = partial(start_process, environment=self._environment, stdin=subprocess.DEVNULL, cwd=self._folder)
+            claims = [claim.fileno() for claim in self._claims.sockets.values()]
+            self._head = start(self._command(), output=log, pass_fds=claims)
+            if self._spec.can_fork:
+                Path(self._variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
+                threads = max(1, int(self._spec.scaling.resources_per_worker.get("CPU", 1)))
+                arguments = [self._spec.request.framework, str(threads)]
+                # Once it has exited, Ray starts the workers itself.
+                self._fork_server = start(
+                    [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *arguments], output=log
+                )
 
     def is_dead(self) -> bool:
         """Return True if the head node was started and has exited, or if a driver could not join it."""
@@ -128,17 +120,12 @@ class LocalCluster:
             follower.on_line("cluster", f"{DETAIL_TAG}{line}")
         return ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", output)) or output
 
-    def _start_process(self, command: list[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
-        with log_file.open("wb") as log:
-            return start_process(command, self._environment, subprocess.DEVNULL, log, cwd=self._folder, **options)
-
     def _command(self) -> list[str]:
         command = [
             *(sys.executable, "-m", "prefect_elastic_train.supervisor.cluster_head", "start", "--head", "--block"),
             "--no-monitor",  # the autoscaler's, which a single node does not need
             "--node-ip-address=127.0.0.1",
             f"--port={self.address.rpartition(':')[2]}",
-            "--dashboard-agent-listen-port=0",
             f"--temp-dir={self._folder / 'r0'}",
         ]
         # Without a number Ray counts the CPUs itself, and observes the limits of a container.
@@ -147,7 +134,7 @@ class LocalCluster:
             num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + beside
         if num_cpus:
             command.append(f"--num-cpus={num_cpus}")
-        num_gpus = len(self._claims.gpus) or self._spec.cluster.num_gpus
+        num_gpus = len(self._claims.sockets) or self._spec.cluster.num_gpus
         if num_gpus >= 0:
             command.append(f"--num-gpus={num_gpus}")
         return command

@@ -15,6 +15,8 @@ from prefect_elastic_train.core.time_limits import KILL_SECONDS
 
 _CHUNK_BYTES = 64 * 1024
 
+ChildProcess = subprocess.Popen[bytes]
+
 
 def import_path() -> list[str]:
     """Return the absolute paths of the folders from which this process imports modules."""
@@ -23,7 +25,7 @@ def import_path() -> list[str]:
 
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int | IO[bytes], **options: Any
-) -> subprocess.Popen[bytes]:
+) -> ChildProcess:
     """Start a process in a new session. Its standard output and standard error are both `output` by default.
 
     Args:
@@ -33,7 +35,7 @@ def start_process(
     return subprocess.Popen(command, env=environment, start_new_session=True, **options)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: ChildProcess) -> None:
     """Kill a process that has pipes, and wait for its exit, for a limited time."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):

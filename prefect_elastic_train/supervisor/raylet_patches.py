@@ -1,13 +1,13 @@
 """Patches how Ray starts the raylet of a node: it starts on a busy machine, and its workers are forked.
 
-Uses ``ray._private.services`` and ``ray._raylet.persist_port``, since no option sets another program for workers, or
+Uses ``ray._private.node`` and ``ray._raylet.persist_port``, since no option sets another program for workers, or
 how long a node waits for its agents.
 """
 
-import inspect
 import os
 import random
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,6 @@ from prefect_elastic_train.supervisor import forked_worker
 
 #: Below these are the ports that Ray gives its workers, above them those that the kernel assigns.
 _PORTS = range(20_000, 32_768)
-_PORT_PROBES = 100
 #: Time that a node waits for its agents and workers to start. They may wait for the fork server. Ray's defaults: 30 and
 #: 60 s.
 _REGISTRATION = {"RAY_agent_register_timeout_ms": "120000", "RAY_worker_register_timeout_seconds": "120"}
@@ -30,35 +29,31 @@ def patch_raylet_start() -> None:
     Python processes, which take longer to start on a busy machine. With the ports written before, only runtime
     environments wait for the agents.
     """
-    from ray._private import services
+    from ray._private.node import Node
     from ray._raylet import persist_port  # type: ignore[attr-defined]
 
-    start_raylet = services.start_raylet
+    start_raylet = Node.start_raylet
     os.environ.update(_REGISTRATION)
 
-    def start_patched_raylet(*args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(start_raylet).bind(*args, **kwargs).arguments
-        ports = set[int]()
-        while len(ports) < len(_AGENT_PORTS):
-            ports.add(free_port())
-        for name, port in zip(_AGENT_PORTS, ports, strict=True):
-            arguments[name] = arguments.get(name) or port
-            persist_port(arguments["session_dir"], arguments["node_id"], name, arguments[name])
+    def start_patched_raylet(node: Any, *arguments: Any) -> None:
+        parameters = vars(node._ray_params)
+        for name, port in zip(_AGENT_PORTS, free_ports(), strict=False):
+            parameters[name] = port
+            persist_port(node._session_dir, node._node_id, name, port)
         if FORK_SERVER_VARIABLE in os.environ:
-            os.environ[forked_worker.WORKER_VARIABLE] = arguments["worker_path"]
-            arguments["worker_path"] = forked_worker.__file__
-        return start_raylet(**arguments)
+            os.environ[forked_worker.WORKER_VARIABLE] = parameters["worker_path"]
+            parameters["worker_path"] = forked_worker.__file__
+        start_raylet(node, *arguments)
 
-    services.start_raylet = start_patched_raylet
+    Node.start_raylet = start_patched_raylet
 
 
-def free_port() -> int:
-    """Return a free port for a Ray process that is started later, outside of the kernel's range for automatic ports.
+def free_ports() -> Iterator[int]:
+    """Yield free ports for Ray processes that are started later, outside of the kernel's range for automatic ports.
 
     Ray takes seconds to listen on its ports, and a node cannot start if another process has taken one of them by then.
     """
-    for port in random.sample(_PORTS, k=_PORT_PROBES):
+    for port in random.sample(_PORTS, k=len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
-            return port
-    raise OSError("no port is free on this machine")
+            yield port

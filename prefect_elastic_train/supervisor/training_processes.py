@@ -32,11 +32,11 @@ from prefect_elastic_train.core.request import (
 from prefect_elastic_train.core.time_limits import KILL_SECONDS
 from prefect_elastic_train.driver.prestarted import PRESTARTED
 from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverHandle, DriverStarter
+from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverStarter
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token
-from prefect_elastic_train.supervisor.processes import complete, import_path, kill, start_process
+from prefect_elastic_train.supervisor.processes import ChildProcess, complete, import_path, kill, start_process
 
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job_handle import JobDriver
@@ -61,7 +61,7 @@ class TrainingProcesses:
         self.settings = settings
         self.follower = follower
         self._folder: Path | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: ChildProcess | None = None
         self._cluster: LocalCluster | None = None
         #: Kept when a cluster dies, so that the next one gets the same GPUs.
         self._claims = DeviceClaims()
@@ -98,12 +98,10 @@ class TrainingProcesses:
         spec_file = folder / "spec"
         write_spec(spec, spec_file)
         spec_file.with_name(STOP_FILE).unlink(missing_ok=True)
-        prestart_command: list[str] = []
-        if spec.scaling.standby != "off":
-            prestart_command = [*self.driver_command, PRESTARTED, spec.request.framework]
-        process = self._starter.start([*self.driver_command, str(spec_file)], environment, prestart_command)
-        ended = self.follow(ChildDriver(self.follower, self.settings, self._starter, process, spec_file, cluster))
-        if cluster is not None:
+        prestart = [*self.driver_command, PRESTARTED, spec.request.framework] if spec.scaling.standby != "off" else []
+        process = self._starter.start([*self.driver_command, str(spec_file)], environment, prestart)
+        ended = self.follow(ChildDriver(self.follower, self.settings, process, spec_file, cluster))
+        if cluster:
             cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
         return ended
 
@@ -114,7 +112,7 @@ class TrainingProcesses:
             self._check()
             time.sleep(POLL_SECONDS)
 
-    def follow(self, driver: DriverHandle) -> AttemptEnded:
+    def follow(self, driver: ChildDriver | JobDriver) -> AttemptEnded:
         """Follow a driver until it has exited or counts as lost, and return the attempt's final event.
 
         If the flow has to stop, stop the driver and raise the exception that stopped the flow.
@@ -133,21 +131,20 @@ class TrainingProcesses:
         finally:
             driver.close()
 
-    def start_helper_process(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start_helper_process(self, command: Sequence[str], variables: Mapping[str, str]) -> ChildProcess:
         """Start a process beside the driver, with pipes and additional variables; it is killed with the training."""
         folder, environment = self._prepare()
         environment |= {"RAY_TMPDIR": str(folder), **variables}
-        with (folder / "beside.log").open("wb") as log:
-            return start_process(command, environment, subprocess.PIPE, subprocess.PIPE, stderr=log)
+        return start_process(command, environment, subprocess.PIPE, subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def stop_job(self) -> None:
         """Stop the Ray job of the last attempt, which is no longer followed, if it may still run."""
-        if self._job is not None:
+        if self._job:
             self._job.stop()
 
     def close(self) -> None:
         """Kill all processes of the training on this machine, and delete its private folder."""
-        if self._folder is None:
+        if not self._folder:
             return
         if left := kill_marked(str(self._folder), KILL_SECONDS):
             self.follower.on_note(
@@ -156,7 +153,7 @@ class TrainingProcesses:
         self._claims.release()
         self._starter.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._guard is not None:
+        if self._guard:
             kill(self._guard)
         self._folder = None
         self._cluster = None
@@ -166,10 +163,10 @@ class TrainingProcesses:
 
         A new local cluster is started when the driver requests it.
         """
-        if self._cluster is not None and self._cluster.is_dead():
+        if self._cluster and self._cluster.is_dead():
             kill_marked(str(folder), KILL_SECONDS)
             self._cluster = None
-        if self._cluster is None:
+        if not self._cluster:
             self._claim_devices(spec)
             self._cluster = LocalCluster(spec, folder, environment, self._claims)
         return self._cluster
@@ -194,19 +191,14 @@ class TrainingProcesses:
             self.wait(POLL_SECONDS)
 
     def _check(self) -> None:
-        """Raise if the training has to stop; else restart a killed guard and start a due pre-started driver.
-
-        Also log a note if the fork server has exited.
-        """
+        """Raise if the training has to stop; else restart a killed guard and start a due pre-started driver."""
         self.follower.check_stop()
         self._maintain_guard()
-        if self._cluster is not None:
-            self._cluster.check_fork_server(self.follower)
         self._starter.start_if_due()
 
     def _maintain_guard(self) -> None:
         """Start the guard process if it does not run: at the beginning of a training, or after it was killed."""
-        if self._folder is None or (self._guard is not None and self._guard.poll() is None):
+        if not self._folder or (self._guard and self._guard.poll() is None):
             return
         command = [sys.executable, "-m", "prefect_elastic_train.supervisor.guard", str(self._folder), str(os.getpid())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
@@ -217,7 +209,7 @@ class TrainingProcesses:
 
         Processes with this environment have the process mark, so they are killed with the training.
         """
-        if self._folder is None:
+        if not self._folder:
             base = os.path.realpath(tempfile.gettempdir())  # as in the working directories of Ray's processes
             if len(base) > _MAX_FOLDER_CHARACTERS:
                 base = os.path.realpath("/tmp")

@@ -93,7 +93,7 @@ def test_killed_worker_driver_and_local_cluster_are_told_in_a_few_lines_and_rays
     assert f"rank 1 (pid {worker}, node " in failure
     [follows] = [line for line in of_driver if "A new driver follows" in line]
     assert "WARNING" in follows
-    assert f"(pid {driver.pid}) was ended by signal 9 (SIGKILL)" in follows
+    assert f"(pid {driver.pid}) was ended by signal 9 (Killed)" in follows
     assert "Traceback" not in "".join(of_worker + of_driver)
     assert details.parent.parent.parent == flow.run
     assert "The actor is dead because" in details.read_text()

@@ -160,7 +160,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
     expected = {
         "attempt 1 starts from the beginning": "",
         "worker failure": "rank 1: its process was killed or has crashed",
-        "attempt 2": "was ended by signal 9 (SIGKILL)",
+        "attempt 2": "was ended by signal 9 (Killed)",
         "the worker group is resized from 2 to 3 workers": "s for a checkpoint",
         "completed": "",
     }

@@ -119,5 +119,4 @@ def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_p
     assert are_forked(training.replaced(flow.living_driver().pid)) == {True}
     server.kill()
     training.replaced(max(training.working))
-    assert "Workers are not forked, and take longer to start: its process ended with -9" in flow.log
     training.end(2, 2)

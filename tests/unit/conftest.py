@@ -1,6 +1,7 @@
 """Fixtures and the hypothesis profiles of the unit tier."""
 
 import hashlib
+import signal
 import threading
 import uuid
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, L
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer
-from tests.unit.support import PROFILE, WIDER, private_folder
+from tests.unit.support import PROFILE, WIDER, private_folder, stop
 
 # The same examples at every run; HYPOTHESIS_PROFILE=wide looks at many more, new ones each time.
 _common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +43,14 @@ def _no_details_are_written_later() -> Iterator[None]:
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.function.__name__ == "write_details":
             thread.cancel()
+
+
+@pytest.fixture
+def stops_by_signal() -> Iterator[None]:
+    """SIGUSR1 stops the flow run."""
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture

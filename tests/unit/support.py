@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hypothesis import settings
 from pydantic import BaseModel
@@ -39,6 +39,15 @@ WIDER = 50
 
 FLOW_RUN = "11111111-aaaa-bbbb-cccc-000000000001"
 OTHER_FLOW_RUN = "22222222-aaaa-bbbb-cccc-000000000002"
+
+
+class Stop(BaseException):
+    """The flow run was stopped."""
+
+
+def stop(*_: object) -> NoReturn:
+    """Stop the flow run."""
+    raise Stop
 
 
 def examples(number: int) -> settings:

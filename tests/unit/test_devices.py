@@ -36,7 +36,7 @@ if forked == 0:
     os.write(says, b".")
     signal.pause()
 os.read(runs, 1)
-head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in claims.sockets])
+head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in claims.sockets.values()])
 print(head.pid, forked, flush=True)
 signal.pause()
 """
@@ -97,14 +97,14 @@ def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_g
     assert notes == []
     assert _take(second, "second", notes) == ""
     by_first = f"GPU {gpus[0]} is used by training 'first' (pid {os.getpid()})"
-    assert first.gpus + second.gpus == gpus
+    assert [*first.sockets, *second.sockets] == gpus
     assert notes == [f"{by_first}; the local cluster has GPU {gpus[1]}"]
     by_second = f"GPU {gpus[1]} is used by training 'second' (pid {os.getpid()})"
     assert _take(third) == f"{by_first}; {by_second}; the local cluster waits for GPUs: 1"
     assert _take(first) == "", "it keeps what it has"
     first.release()
     assert _take(third) == ""
-    assert third.gpus == gpus[:1]
+    assert [*third.sockets] == gpus[:1]
 
 
 def test_without_a_number_a_cluster_takes_what_its_workers_can_use_and_what_is_free(
@@ -119,7 +119,7 @@ def test_without_a_number_a_cluster_takes_what_its_workers_can_use_and_what_is_f
     for scaling, expected in cases:
         claims = make()
         assert _take(claims, gpus=-1, **scaling) == ""
-        assert claims.gpus == expected
+        assert [*claims.sockets] == expected
     with pytest.raises(AttemptFailedError, match="needs 3 GPUs, and this process may use 2") as caught:
         _take(make(), gpus=3)
     assert caught.value.outcome is Outcome.INVALID

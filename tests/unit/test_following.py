@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import pytest
@@ -31,10 +31,10 @@ from prefect_elastic_train.supervisor import driver_handle, local_cluster
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.raylet_patches import free_port
+from prefect_elastic_train.supervisor.raylet_patches import free_ports
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.processes import wait_for
-from tests.unit.support import REPOSITORY, spec
+from tests.unit.support import REPOSITORY, Stop, spec
 
 SPEC = spec(cluster=ClusterSettings(address="auto"))
 
@@ -118,7 +118,7 @@ _CORE = "[2026-11-22 15:36:29,080 E 6449 6500] (python-core-driver) gcs_rpc_clie
     ("code", "how"),
     [
         # Something that it started holds its output.
-        (f"subprocess.Popen(['sleep', '30'])\n{_KILL}", "was ended by signal 9 (SIGKILL)"),
+        (f"subprocess.Popen(['sleep', '30'])\n{_KILL}", "was ended by signal 9 (Killed)"),
         (f"os.kill(os.getpid(), {int(signal.SIGRTMIN) + 3})", f"was ended by signal {int(signal.SIGRTMIN) + 3}"),
         ("os._exit(7)", "was ended by exit code 7"),
         ("os._exit(0)", "its final event was lost"),
@@ -163,10 +163,7 @@ def test_a_driver_whose_signs_of_life_lie_unread_since_its_supervisor_stood_stil
     assert supervisor.follow(code) == LAST
 
 
-class _Again(BaseException):
-    """Another signal has come."""
-
-
+@pytest.mark.usefixtures("stops_by_signal")
 def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it_its_time(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
@@ -177,21 +174,14 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it
         f"    Path({str(tmp_path)!r}, 'told').write_text(Path(sys.argv[1]).with_name('stop').read_text())"
     )
 
-    def again(*_: object) -> NoReturn:
-        raise _Again
-
     def check_stop() -> None:
         if supervisor.lines:
             raise TimeoutError
 
     supervisor.settings = ElasticTrainSettings(stop_grace_seconds=5)
     supervisor.check_stop = check_stop  # type: ignore[method-assign]
-    before = signal.signal(signal.SIGUSR1, again)
-    try:
-        with pytest.raises(_Again):
-            supervisor.follow(code)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(Stop):
+        supervisor.follow(code)
     assert (tmp_path / "told").read_text() == "timed_out"
 
 
@@ -252,7 +242,7 @@ def test_the_steps_of_a_cancellation_fit_into_the_time_before_a_runner_kills() -
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not {free_port() for _ in range(50)} & {*range(first, last + 1)}
+    assert not {*islice(free_ports(), 50)} & {*range(first, last + 1)}
 
 
 def test_the_private_folder_is_where_paths_are_short_also_if_a_short_link_leads_elsewhere(
@@ -360,7 +350,7 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
     monkeypatch.setattr(
         LocalCluster,
         "_command",
-        lambda self: [sys.executable, "-c", heads, self.address[10:], str(len(self._claims.gpus))],
+        lambda self: [sys.executable, "-c", heads, self.address[10:], str(len(self._claims.sockets))],
     )
     scaling = ScalingSettings(accelerator="gpu", capacity_timeout_seconds=1.5)
     limited, patient = spec(scaling=scaling), spec(scaling=ScalingSettings(accelerator="gpu"))

@@ -16,7 +16,6 @@ from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.supervisor import fork_server, forked_worker
 from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 from tests.support.processes import wait_for
 from tests.unit.support import spec
@@ -142,36 +141,6 @@ def test_a_worker_that_is_not_forked_boots_by_itself(
             (tmp_path / "fork").unlink()
     about = _worker(environment, tmp_path, "--id", "1")
     assert (about["imported"], about["arguments"], about["parent"]) == ([], ["--id", "1"], os.getpid())
-
-
-@pytest.mark.parametrize(
-    ("fails", "reason"),
-    [
-        (True, "FileNotFoundError: [Errno 2] No such file or directory"),
-        (False, "its process ended with -9"),
-    ],
-    ids=["exited", "killed"],
-)
-def test_why_a_fork_server_has_ended_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str
-) -> None:
-    notes = list[str]()
-    follower = Follower()
-    follower.on_note = lambda text, level=0: notes.append(text)  # type: ignore[method-assign]
-    monkeypatch.setattr(LocalCluster, "_command", lambda *_: ["true"])
-    cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
-    if fails:
-        cluster._environment[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
-    cluster.start()
-    server = cluster._fork_server
-    assert server is not None
-    if not fails:
-        server.kill()
-    server.wait(60)
-    wait_for(cluster.is_dead, 10, "the end of the head")
-    cluster.check_fork_server(follower)
-    cluster.check_fork_server(follower)
-    assert notes == [f"Workers are not forked, and take longer to start: {reason}"]
 
 
 @pytest.mark.parametrize(("given", "all_of_them"), [(4, 6), (0, len(os.sched_getaffinity(0)) + 2)])

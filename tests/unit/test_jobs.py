@@ -15,7 +15,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import parse_qs
 from zipfile import ZipFile
 
@@ -32,10 +32,10 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor import job_client, job_handle, training_processes
-from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
+from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnknownJobError, UnreachableError
 from prefect_elastic_train.supervisor.job_handle import JobDriver, JobLog
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
-from tests.unit.support import REPOSITORY
+from tests.unit.support import REPOSITORY, Stop, stop
 from tests.unit.test_following import SPEC, Supervisor
 
 JOB = JobDetails(type="SUBMISSION", submission_id="elastic-train-mnist-1", status="RUNNING", entrypoint="true")
@@ -131,7 +131,7 @@ class Dashboard(ThreadingHTTPServer):
         job = self.jobs.get(submission_id)
         if job is None:
             return 404, f"Job {submission_id} does not exist"
-        if what == ["stop"] and job["status"] == "RUNNING":  # one that waits for its start is not stopped
+        if what == ["stop"]:
             job["status"] = "STOPPED"
         return 200, '{"stopped": true}' if what else json.dumps(job)
 
@@ -207,7 +207,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
         ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
         ((200, "{}"), UnreachableError, "is no Ray dashboard"),
         ((401, "who are you"), RefusedError, "refused the token (Authentication required: who are you)"),
-        ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
+        ((502, "bad gateway"), UnreachableError, "is no Ray dashboard"),
         (None, UnreachableError, "RemoteDisconnected"),
         ((200, '{"ray_version": "2.1.0"}'), RefusedError, "use the same minor version"),
     ],
@@ -225,15 +225,15 @@ def test_what_a_dashboard_answers_is_told_apart(
 
 def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: Dashboard) -> None:
     client = JobClient(dashboard.cluster)
-    assert client.find_job("a-1") is None
+    with pytest.raises(UnknownJobError):
+        client.find_job("a-1")
     client.submit_job(entrypoint="true", submission_id="a-1")
-    assert client.find_job("a-1") is not None
+    assert client.find_job("a-1").submission_id == "a-1"
     for page in ((404, "<html>not here</html>"), (200, "<html>log in</html>"), (200, "[]")):
         dashboard.answers |= {"GET /api/jobs/a-1": page, "GET /api/jobs/": (200, "<html>log in</html>")}
-        with pytest.raises(UnreachableError):
-            client.find_job("a-1")
-        with pytest.raises(UnreachableError):
-            client.submitted_jobs()
+        for request in (lambda: client.find_job("a-1"), client.submitted_jobs):
+            with pytest.raises(UnreachableError, match="is no Ray dashboard"):
+                request()
 
 
 def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
@@ -247,9 +247,6 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     client.submitted_jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
     client.submitted_jobs()
-    (tmp_path / "token").write_text("of-the-file")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    client.submitted_jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
     client.submitted_jobs()
     client = JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")}))
@@ -257,13 +254,13 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     with pytest.raises(UnreachableError) as raised:
         client.submitted_jobs()
     assert raised.value.__cause__ is raised.value.__context__ is None
-    assert dashboard.tokens == ["", "of-the-home", "of-the-file", "of-the-environment", "of-the-block"]
+    assert dashboard.tokens == ["", "of-the-home", "of-the-environment", "of-the-block"]
 
 
 @pytest.mark.parametrize("token", ["hush\nhush", "h\u00fcsh"])
 def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        JobClient(ClusterSettings(address="http://head:8265", auth_token=token))
+        JobClient(ClusterSettings(address="http://head:8265", auth_token=token)).submitted_jobs()
     assert (refused.value.outcome, "hush" in str(refused.value)) == (Outcome.INVALID, False)
 
 
@@ -482,15 +479,6 @@ def test_a_job_that_has_ended_is_judged_by_its_state_and_by_its_last_word_if_tha
     assert says in ended.message
 
 
-class Stop(BaseException):
-    """The flow run was stopped."""
-
-
-def stop(*_: object) -> NoReturn:
-    """Stop it."""
-    raise Stop
-
-
 @pytest.mark.parametrize("keeps_job", [True, False])
 def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: Flow, keeps_job: bool) -> None:
     dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
@@ -505,53 +493,29 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
 
-@pytest.fixture
-def signalled(dashboard: Dashboard) -> Iterator[list[str]]:
-    """How the request ends that a signal comes with, once; it stops the flow run."""
-    ends: list[str] = []
+@pytest.mark.usefixtures("stops_by_signal")
+@pytest.mark.parametrize("request_", ["POST /api/jobs/", "/stop"])
+def test_a_signal_while_a_job_is_submitted_or_stopped_leaves_it_stopped_and_a_retry_has_a_job_of_its_own(
+    dashboard: Dashboard, flow: Flow, request_: str
+) -> None:
+    signalled = list[str]()
 
     def on_request(request: str) -> None:
-        if ends and request.endswith(ends[-1]):
-            ends.clear()
+        if request.endswith(request_) and not signalled:
+            signalled.append(request)
             os.kill(os.getpid(), signal.SIGUSR1)
 
     dashboard.on_request = on_request
-    before = signal.signal(signal.SIGUSR1, stop)
-    yield ends
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_job_that_waits_for_its_start_is_ended_by_another_job_whatever_signal_comes_meanwhile(
-    dashboard: Dashboard, flow: Flow, signalled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_handle, "_STOP_PENDING_SECONDS", 0.1)
-    signalled.append("/stop")
-
-    def on_submit(submission_id: str) -> None:
-        job = dashboard.jobs[submission_id.removeprefix("end-of-")]
-        job["status"] = "FAILED" if submission_id.startswith("end-of-") else "PENDING"
-
-    dashboard.on_submit = on_submit
+    dashboard.answers["POST /api/jobs/"] = 0.6
     flow.check_stop = lambda: stop() if dashboard.jobs else None  # type: ignore[method-assign]
     with pytest.raises(Stop):
         flow.train(dashboard)
-    [waiting, helper] = dashboard.jobs.values()
-    assert waiting["status"] == "FAILED"
-    assert f"_ray_internal_job_actor_{waiting['submission_id']}" in helper["entrypoint"]
-    assert not any("could not be stopped" in note for note in flow.notes)
+    assert signalled
+    assert dashboard.statuses() == ["STOPPED"]
     flow.check_stop = lambda: None  # type: ignore[method-assign]
     dashboard.train()
-    assert flow.train(dashboard) == ENDED, "a retry of the flow run has a job of its own"
-
-
-def test_a_signal_while_a_submission_is_on_its_way_stops_the_job_that_comes_of_it(
-    dashboard: Dashboard, flow: Flow, signalled: list[str]
-) -> None:
-    dashboard.answers["POST /api/jobs/"] = 0.6
-    signalled.append("POST /api/jobs/")
-    with pytest.raises(Stop):
-        flow.train(dashboard)
-    assert dashboard.statuses() == ["STOPPED"]
+    assert flow.train(dashboard) == ENDED
+    assert len(dashboard.jobs) == 2
 
 
 @pytest.fixture

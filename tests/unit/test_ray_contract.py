@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.node import Node
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 from ray.job_config import JobConfig
@@ -109,6 +110,7 @@ OWNERS: list[tuple[Any, str]] = [
     (ray._private.state.state, "_connect_and_get_accessor"),
     (DataParallelTrainer, "_create_default_callbacks _get_train_func _initialize_and_run_controller"),
     (SubmissionClient, "_do_request _upload_package_if_needed"),
+    (Node, "_node_id _ray_params _session_dir"),
     (scaling_policy.ElasticScalingPolicy, "_get_reserved_resources"),
     (tpu.SlicePlacementGroup, "_head_pgs"),
     (
@@ -125,7 +127,7 @@ OWNERS: list[tuple[Any, str]] = [
 ]
 ATTRIBUTES = {name: owner for owner, names in OWNERS for name in names.split()}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
-_ELSEWHERE = {"_address", "_verify", "_base_exc", "_traceback_str", "_py_driver_sys_path", "_is_in_bad_fork"}
+_ELSEWHERE = {"_base_exc", "_traceback_str", "_py_driver_sys_path", "_is_in_bad_fork"}
 
 
 def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other_is() -> None:
