@@ -62,16 +62,15 @@ def silence_ray_train() -> None:
 
     By default it logs each report and the loop's exceptions, and prints log records without their level.
     """
-    for handler in logging.root.handlers:
-        if hasattr(handler, "plain_handler"):
-            handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    from ray.train.v2._internal.execution import context
+
     logger = logging.getLogger("ray.train")
     logger.setLevel(logging.WARNING)
-    # The root logger has the same handler for the console and keeps it for the loop.
-    logger.handlers = [handler for handler in logger.handlers if not hasattr(handler, "plain_handler")]
-    for name, other in list(logging.root.manager.loggerDict.items()):
-        if "/ray/train/" in name and isinstance(other, logging.Logger):
-            other.parent = logger  # named by its file, not its module, so its records would reach the root logger
+    context.logger.parent = logger  # named by its file, not its module, so its records would reach the root logger
+    for handler in logging.root.handlers:
+        if hasattr(handler, "plain_handler"):  # the console, which the loop keeps
+            handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+            logger.removeHandler(handler)
 
 
 def tag_own_records() -> None:

@@ -1,16 +1,25 @@
 """Settings of storages as plain validated values: the fields of the storage blocks. Belongs to all processes."""
 
-import json
 import os
 import re
 from abc import abstractmethod
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PrivateAttr, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    PrivateAttr,
+    SecretStr,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+)
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
+
+_JSON_OBJECT = TypeAdapter(JsonDict)
 
 DEFAULT_STORAGE = "~/elastic_train_runs"
 
@@ -46,8 +55,8 @@ def _store_url(value: str) -> str:
     path = path.strip("/")
     if not path or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
         raise ValueError(f"expected protocol://bucket/prefix, got {without_credentials(value)!r}")
-    if other := {"s3": "S3Storage", "s3a": "S3Storage", "file": "LocalStorage", "local": "LocalStorage"}.get(protocol):
-        raise ValueError(f"{protocol}:// is supported better by {other}; use that block")
+    if protocol in ("s3", "s3a", "file", "local"):
+        raise ValueError(f"{protocol}:// is supported better by S3Storage or LocalStorage; use that block")
     if _USER_AND_PASSWORD.match(path):
         raise ValueError(
             "the URL contains a password, which Prefect would store and show with each flow run; put it into the "
@@ -141,12 +150,12 @@ class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
     @classmethod
     def _secrets_are_json(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         # Not a validator of the secret: pydantic's error for a flow's parameter would show it.
-        text = (info.data.get("secret_options") or SecretStr("")).get_secret_value().strip()
-        options = None
-        with suppress(ValueError):
-            options = json.loads(text)
-        if text.strip("*") and not isinstance(options, dict):  # a masked value is refused where it is used
-            raise ValueError('secret_options: expected a JSON object such as {"token": "…"}')
+        text = (info.data.get("secret_options") or SecretStr("")).get_secret_value()
+        if text.strip("*"):  # a masked value is refused where it is used
+            try:
+                _JSON_OBJECT.validate_python(text)
+            except ValueError:
+                raise ValueError('secret_options: expected a JSON object such as {"token": "…"}') from None
         return value
 
     @property
@@ -156,7 +165,7 @@ class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
     @property
     def hidden_options(self) -> dict[str, Any]:
         """The secret arguments of the fsspec filesystem as a dict, parsed from ``secret_options``."""
-        return dict(json.loads(self.secret_options.get_secret_value().strip() or "{}"))
+        return _JSON_OBJECT.validate_python(self.secret_options.get_secret_value())
 
 
 StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettings

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,18 +20,23 @@ from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
 from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
-from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.joining import (
+    error_within,
+    join_cluster,
+    limit_to_local_cluster,
+    probe_from_nodes,
+)
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.report.accounts import Tally, add_up
+from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_is_free, end_attempt
 from prefect_elastic_train.runs.commits import restore_snapshot
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
-from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
+from prefect_elastic_train.runs.seeding import copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
 from prefect_elastic_train.storage.store import RunStore
@@ -65,8 +69,6 @@ class Attempt:
         self.recorder = EventRecorder(output, details, self.store, spec)
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver = EventReceiver(self.recorder.emit)
-        #: Tally of the earlier attempts.
-        self._past = Tally()
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the train loop has returned, and return the final event.
@@ -91,16 +93,9 @@ class Attempt:
 
         Returns the attempt that has begun, or, if the run is finished already, the record of its end.
         """
-        from prefect_elastic_train.controller.standby import can_use_standbys
-
         recorder = self.recorder
-        notes: list[str] = []
-
-        def seed() -> None:
-            recorder.set_activity("copying the checkpoint that the run starts from")
-            notes.extend(copy_source(self._storage, self.spec.request, self.store))
-
-        recorder.set_activity("looking for where to resume")
+        recorder.set_activity("preparing the run directory")
+        seed = partial(copy_source, self._storage, self.spec.request, self.store)
         begun = begin_attempt(self.store, self.spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
@@ -111,12 +106,8 @@ class Attempt:
         self._heartbeat = HeartbeatWriter(limited, begun.attempt, on_fenced_off=interrupt)
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
-            self._past = recorder.recall_history()
-        scaling = self.spec.scaling
-        can_warm_up = self.spec.can_fork or can_use_standbys(scaling, self.spec.request.framework)
-        if scaling.standby != "off" and not can_warm_up:
-            notes.append("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
-        self._publish_start(begun, [*notes, *begun.notes])
+            recorder.recall_history()
+        self._publish_start(begun)
         return begun
 
     def find_successor(self) -> AttemptEnded | None:
@@ -127,7 +118,6 @@ class Attempt:
         attempt = self.recorder.attempt
         request = self.spec.request
         store = self._store_for_end()
-        self.recorder.set_activity("checking that no other attempt has taken the run over")
         try:
             newest = newest_attempt_number(store) if attempt else 0
             if newest <= attempt:
@@ -135,14 +125,13 @@ class Attempt:
             record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
         except OSError:
             return None
-        if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
-            message = f"attempt {newest}, of another process of the same flow run, has taken over"
-            return AttemptEnded(outcome=Outcome.SUPERSEDED, message=message)
-        message = (
-            f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
-            "trained after that counts for nothing"
+        owner = record.owner if record else request.owner
+        is_own = owner.flow_run_id == request.owner.flow_run_id
+        return AttemptEnded(
+            outcome=Outcome.SUPERSEDED if is_own else Outcome.INVALID,
+            message=f"run {request.run_name!r} was taken over by attempt {newest}, of another process of "
+            f"{owner.describe()}; what this attempt trained after that counts for nothing",
         )
-        return AttemptEnded(outcome=Outcome.INVALID, message=message)
 
     def close(self, ended: AttemptEnded) -> None:
         """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event.
@@ -150,6 +139,7 @@ class Attempt:
         If another attempt has taken over the run, the outcome is ``superseded``, unless this attempt completed it.
         """
         recorder = self.recorder
+        recorder.set_activity("recording the attempt's end")
         if ended.outcome is not Outcome.COMPLETED:
             ended = self.find_successor() or ended
         self._receiver.close()
@@ -157,7 +147,6 @@ class Attempt:
             self._heartbeat.stop()
         if recorder.attempt and not ended.already_finished:
             store = self._store_for_end()
-            recorder.set_activity("recording the attempt's end")
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
             if failed and recorder.details.content():
                 _run_limited(recorder.write_details)
@@ -204,18 +193,16 @@ class Attempt:
         store = self.store.with_retry_limit(_FIRST_READ_SECONDS) if spec.storage.preflight else self.store
         # Before anything is written, since a mount may be missing.
         finished = check_run_is_free(RunDirectory(store), spec.request)
-        if finished is not None:
-            return finished
         root = self._storage.folder(spec.storage.root)
         known, variable = spec.request.known_storage
-        if known == root.uri and not root.folders():
+        if not finished and known == root.uri and not root.folders():
             raise refusal(
                 f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
                 "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
                 f"purpose, run `prefect variable delete {variable}` first",
                 Outcome.STORAGE_ERROR,
             )
-        return None
+        return finished
 
     def _join(self, probe: Probe | None) -> Payload:
         """Load the user's objects, join the Ray cluster, and return the objects.
@@ -226,15 +213,10 @@ class Attempt:
         spec = self.spec
         recorder = self.recorder
         run = RunDirectory(self.store)
-        if spec.request.resume_from and run.newest_commit_id is None:  # refused before a cluster is started or joined
-            recorder.set_activity("looking for the checkpoint that the run starts from")
-            choose_source(self._storage, spec.request)
         recorder.emit(ClusterWanted())
         recorder.set_activity("")
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        if spec.is_alone:
-            os.environ.pop(PRINT_PATCH, None)  # the environment of its node has the variable
-        else:
+        if not spec.is_alone:  # else the environment of its node has the variable
             os.environ.setdefault(PRINT_PATCH, "0")
         payload = load_payload(spec)
         recorder.set_activity("joining the cluster")
@@ -243,12 +225,11 @@ class Attempt:
         except AttemptFailedError as error:
             # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
             is_known = spec.cluster.is_local or spec.cluster.is_submitted or run.attempt_numbers
-            error.final = error.final or not is_known
+            error.final = not is_known
             raise
         recorder.emit(cluster)
         self.spec = replace(spec, scaling=limit_to_local_cluster(spec, cluster.resources))
         if probe is not None and not spec.cluster.is_local and run.newest_commit_id is None:
-            from prefect_elastic_train.driver.ray_cluster import probe_from_nodes
             from prefect_elastic_train.driver.ray_configs import resources_per_worker
 
             recorder.set_activity("testing the storage from the nodes")
@@ -261,6 +242,7 @@ class Attempt:
 
         spec = self.spec
         owner = spec.request.owner
+        tally = self.recorder.report.tally
         context = RunContext(
             run_name=spec.request.run_name,
             run_id=begun.run_id,
@@ -269,8 +251,8 @@ class Attempt:
             run_uri=self.store.uri,
             flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
             **owner.model_dump(include={"flow_name", "deployment_id", "deployment_name"}),
-            failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
-            trained_seconds=self._past.account().productive_seconds,
+            failures=begun.attempt - 1 + tally.worker_failures + tally.preemptions,
+            trained_seconds=tally.account().productive_seconds,
             ends_at=spec.ends_at,
             score_attribute=spec.checkpoints.score_attribute,
         )
@@ -284,7 +266,7 @@ class Attempt:
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         trainer.fit()
 
-    def _publish_start(self, begun: Begun, notes: list[str]) -> None:
+    def _publish_start(self, begun: Begun) -> None:
         spec = self.spec
         commit = begun.point.commit
         budgets = {
@@ -304,7 +286,7 @@ class Attempt:
                 previous_end=spec.previous_end,
                 started_from=RunDirectory(self.store).started_from,
                 inherited=bounded_metrics(begun.point.initial_metrics, spec.checkpoints.score_attribute),
-                notes=notes,
+                notes=begun.notes,
             )
         )
 
@@ -355,20 +337,13 @@ class Attempt:
             release_reservation(requester_id(self.store))
 
     def _abandon_uploads(self) -> None:
-        store = self.store.with_retry_limit(1.0)
+        store = self._store_for_end()
         if newest_attempt_number(store) == self.recorder.attempt:
             store.abort_uploads()
 
 
 def _run_limited(action: Callable[[], object]) -> None:
     """Run an action, but wait only for a limited time: a cluster or storage may not answer. Its errors are logged."""
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the attempt has ended
-            logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout=EXIT_STEP_SECONDS)
+    error = error_within(EXIT_STEP_SECONDS, action)
+    if error is not None:
+        logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)

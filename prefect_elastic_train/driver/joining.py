@@ -1,7 +1,9 @@
-"""Joining the Ray cluster from the driver.
+"""Joining the Ray cluster from the driver, and the cluster as the driver sees it before a training.
 
-Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``. Ray fills it from the driver's own ``sys.path``, which is not that
-of the user's script.
+Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``, which Ray fills from the driver's own ``sys.path``, and that is not
+the path of the user's script. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` reports a refused token
+as "Failed to connect", like a dead head. It waits without a limit for a port that accepts connections and does not
+answer. And it does not return the address that ``"auto"`` means.
 """
 
 import logging
@@ -10,12 +12,20 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from prefect_elastic_train.core.events import ClusterConnected
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.storage.preflight import Probe
+
+logger = logging.getLogger("prefect_elastic_train.driver")
+
+_HEAD_REQUEST_SECONDS = 5
+_PROBE_SECONDS = 30.0  # for all nodes together; a node that has not answered by then may be busy or dead
 
 
 def join_cluster(spec: DriverSpec) -> ClusterConnected:
@@ -45,11 +55,10 @@ def join_cluster(spec: DriverSpec) -> ClusterConnected:
             address=address,
             runtime_env=runtime_env,
             job_config=JobConfig(_py_driver_sys_path=user_path),
-            log_to_driver=True,
             logging_level=logging.WARNING,
         )
     except (TypeError, ValueError) as error:
-        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
+        raise AttemptFailedError(f"Ray does not accept the configuration: {error}") from error
     except Exception as error:
         raise _lost(f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}") from error
     # ray.init replaces the handler of SIGTERM; the previous one ends the attempt in order.
@@ -95,8 +104,47 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
         elif amount:
             max_workers = min(max_workers, int(available / amount))
     if problem:
-        raise AttemptFailedError(problem, outcome=Outcome.INVALID)
+        raise AttemptFailedError(problem)
     return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
+
+
+def error_within(seconds: float, action: Callable[[], object]) -> BaseException | None:
+    """Run an action in a thread, and return its error; None if it succeeds, a TimeoutError if it takes too long.
+
+    The thread of an action that takes too long is left to itself.
+    """
+    future = ThreadPoolExecutor(1).submit(action)
+    return TimeoutError("no answer") if wait([future], seconds).not_done else future.exception()
+
+
+def probe_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> None:
+    """Test a storage from each node that can hold a worker, except the driver's own node; raise the error of a node.
+
+    A node that does not answer in time is only logged.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from prefect_elastic_train.controller.nodes import cluster_nodes
+
+    own_node = ray.get_runtime_context().get_node_id()
+    # Without CPUs, so that it starts on a full node.
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda probe: probe.try_from(socket.gethostname()))
+    references = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(probe)
+        for node in cluster_nodes()
+        if node.id != own_node
+        and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
+    ]
+    deadline = time.monotonic() + _PROBE_SECONDS
+    for reference in references:
+        try:
+            ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            logger.warning("A node did not test the storage: %s", error)
+            ray.cancel(reference, force=True)
 
 
 def _cluster_address(spec: DriverSpec) -> str:
@@ -104,11 +152,11 @@ def _cluster_address(spec: DriverSpec) -> str:
         return os.environ["RAY_ADDRESS"]  # set by Ray for its jobs
     if spec.cluster.address != "auto":
         return spec.local_address or spec.cluster.address
-    from prefect_elastic_train.driver.ray_cluster import find_address
+    from ray._private.services import canonicalize_bootstrap_address_or_die
 
     try:
-        return find_address()
-    except (ConnectionError, ValueError, OSError) as error:
+        return str(canonicalize_bootstrap_address_or_die("auto"))
+    except (ValueError, OSError) as error:
         raise _lost(
             f"address 'auto' finds no single Ray cluster on this machine ({error}); give its address in the RayCluster"
         ) from error
@@ -120,33 +168,29 @@ def _check_head(address: str, timeout: float) -> None:
     Raises:
         AttemptFailedError: No Ray head answers within the time limit, or it refuses the token.
     """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
-    from prefect_elastic_train.driver.ray_cluster import try_head
-
     host, _, port = address.rpartition(":")
+
+    def request() -> None:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+        GcsClient(address=address).internal_kv_keys(b"session_name", timeout=_HEAD_REQUEST_SECONDS)
+
     deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _lost(
-                    f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
-                    "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto'"
-                ) from error
-            time.sleep(0.1)
-    problem = try_head(address, timeout)
+    problem = error_within(timeout, request)
+    while isinstance(problem, OSError) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        problem = error_within(timeout, request)
     if isinstance(problem, AuthenticationError):
         raise AttemptFailedError(
-            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
-            outcome=Outcome.INVALID,
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
         )
     if problem is not None:
         raise _lost(
-            f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
-            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster"
+            f"no Ray cluster answers at {address} ({problem}; tried for {timeout:g} s). Start one there with "
+            "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto': it is "
+            "that of the head's GCS, not of its dashboard"
         ) from problem
 
 

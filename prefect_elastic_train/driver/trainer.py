@@ -4,6 +4,7 @@ Uses ``ray.train.v2._internal``: ``fit()`` starts its controller in ``_initializ
 public parameter for the controller's class, its policies or its internal callbacks.
 """
 
+import logging
 import os
 from collections.abc import Callable, Coroutine, Generator
 from pkgutil import resolve_name
@@ -27,6 +28,8 @@ from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import RunStore
 from prefect_elastic_train.worker.checkpoints import to_json_values
 from prefect_elastic_train.worker.worker_callbacks import NoDatasets
+
+logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: Ray Train's trainers by framework.
 TRAINERS = {
@@ -73,11 +76,10 @@ class _ElasticTrainerMixin:
     def _create_default_callbacks(self) -> list[Any]:
         # Ray removes placement groups with the job of their driver. The cleaner may ask another cluster on the same
         # host whether the controller lives, and remove a living group.
+        dropped = PlacementGroupCleanerCallback if self.datasets else PlacementGroupCleanerCallback | DatasetsCallback
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-        callbacks = [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
-        if self.datasets:
-            return callbacks
-        return [NoDatasets() if isinstance(callback, DatasetsCallback) else callback for callback in callbacks]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, dropped)]
+        return callbacks if self.datasets else [*callbacks, NoDatasets()]
 
 
 def make_trainer(
@@ -111,7 +113,10 @@ def make_trainer(
         arguments["torch_config" if framework == "torch" else "backend_config"] = payload.torch_config
     base = resolve_name(TRAINERS[framework])
     trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)
-    has_standbys = not spec.can_fork and standby.can_use_standbys(scaling, framework)
+    has_standbys = not spec.can_fork and scaling.standby != "off"
+    if has_standbys and not standby.can_use_standbys(scaling, framework):
+        has_standbys = False
+        logger.warning("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
     trainer._controller_settings = ControllerSettings(
         receiver=receiver,
         store=store,

@@ -23,7 +23,7 @@ from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
@@ -89,7 +89,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
             )
         except OSError as error:
-            raise _refused(
+            raise RefusedError(
                 f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
             ) from error
         self.address = str(self._address)
@@ -106,7 +106,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self._raise_error(answer)
             version = str(answer.json()["ray_version"])
         if version.split(".")[:2] != ray.__version__.split(".")[:2]:
-            raise _refused(
+            raise RefusedError(
                 f"the cluster at {self.address} runs Ray {version} and the flow Ray {ray.__version__}; use the same "
                 "minor version"
             )
@@ -157,7 +157,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except requests.RequestException as error:  # Ray's client cannot read the answer
             raise UnreachableError(f"{type(error).__name__}: {error}") from None
         except Exception as error:
-            raise _refused(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
+            raise RefusedError(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
 
     def stop(self, submission_id: str) -> None:
         """Request that the cluster stops a Ray job. Does nothing if the job has ended or is unknown."""
@@ -213,7 +213,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             answer: requests.Response = super()._do_request(method, endpoint, **options)
             return answer
         except AuthenticationError as error:
-            raise _refused(
+            raise RefusedError(
                 f"the Ray cluster at {self.address} refused the token ({str(error).splitlines()[0]}); give its token "
                 "as auth_token of the RayCluster"
             ) from error
@@ -225,16 +225,12 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     def _raise_error(self, answer: requests.Response) -> None:
         problem = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[-300:]}"
         if answer.status_code == 400:
-            raise _refused(f"Ray does not accept the job: {problem}")
+            raise RefusedError(f"Ray does not accept the job: {problem}")
         if answer.status_code != 404:
             raise UnreachableError(problem)
         if re.fullmatch(r"Job \S+ does not exist", answer.text.strip()):
             raise UnknownJobError(problem)
         raise UnreachableError(f"{_NO_DASHBOARD}: {problem}")
-
-
-def _refused(message: str) -> RefusedError:
-    return RefusedError(message, outcome=Outcome.INVALID)
 
 
 def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
@@ -249,7 +245,7 @@ def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
             token = path.read_text(errors="replace")
     token = token.strip()
     if not re.fullmatch("[!-~]*", token):
-        raise _refused(
+        raise RefusedError(
             "the cluster's token holds characters that no token has, such as spaces or line ends; copy it again"
         )
     # None is not sent, and keeps Ray from adding a token by itself.
