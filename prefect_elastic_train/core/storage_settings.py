@@ -71,7 +71,7 @@ class _StorageSettings(SettingsModel):
     retry_seconds: NonNegativeFloat = 300.0
     """How long an operation is retried while the storage is unreachable or returns transient errors."""
     preflight: bool = True
-    """Test the storage from the driver and from each node before training starts."""
+    """Test the storage from the driver before training starts."""
     #: A file; while it exists, the storage does not answer. For rehearsals.
     _outage: str = PrivateAttr("")
 

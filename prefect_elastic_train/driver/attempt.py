@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,12 +19,7 @@ from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
 from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
-from prefect_elastic_train.driver.joining import (
-    error_within,
-    join_cluster,
-    limit_to_local_cluster,
-    probe_from_nodes,
-)
+from prefect_elastic_train.driver.joining import error_within, join_cluster, limit_to_local_cluster
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
@@ -38,7 +32,7 @@ from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
 from prefect_elastic_train.runs.seeding import copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.preflight import Probe, preflight
+from prefect_elastic_train.storage.preflight import preflight
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
@@ -79,9 +73,9 @@ class Attempt:
         finished = self._check_run()
         if finished is not None:
             return self._end_of_finished(finished)
-        storage = self.spec.storage
-        with preflight(storage) if storage.preflight else nullcontext() as probe:
-            payload = self._join(probe)
+        if self.spec.storage.preflight:
+            preflight(self.spec.storage)
+        payload = self._join()
         begun = self.begin()
         if isinstance(begun, EndedRecord):
             return self._end_of_finished(begun)
@@ -204,15 +198,10 @@ class Attempt:
             )
         return finished
 
-    def _join(self, probe: Probe | None) -> Payload:
-        """Load the user's objects, join the Ray cluster, and return the objects.
-
-        For a new run on a cluster that is not a local cluster, also test the storage from the cluster's nodes with
-        ``probe``.
-        """
+    def _join(self) -> Payload:
+        """Load the user's objects, join the Ray cluster, and return the objects."""
         spec = self.spec
         recorder = self.recorder
-        run = RunDirectory(self.store)
         recorder.emit(ClusterWanted())
         recorder.set_activity("")
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
@@ -224,16 +213,11 @@ class Attempt:
             cluster = join_cluster(spec)
         except AttemptFailedError as error:
             # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
-            is_known = spec.cluster.is_local or spec.cluster.is_submitted or run.attempt_numbers
+            is_known = spec.cluster.is_local or spec.cluster.is_submitted or newest_attempt_number(self.store)
             error.final = not is_known
             raise
         recorder.emit(cluster)
         self.spec = replace(spec, scaling=limit_to_local_cluster(spec, cluster.resources))
-        if probe is not None and not spec.cluster.is_local and run.newest_commit_id is None:
-            from prefect_elastic_train.driver.ray_configs import resources_per_worker
-
-            recorder.set_activity("testing the storage from the nodes")
-            probe_from_nodes(probe, resources_per_worker(spec.scaling))
         return payload
 
     def _train(self, payload: Payload, begun: Begun) -> None:

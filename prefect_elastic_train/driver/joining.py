@@ -1,4 +1,4 @@
-"""Joining the Ray cluster from the driver, and the cluster as the driver sees it before a training.
+"""Joining the Ray cluster from the driver.
 
 Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``, which Ray fills from the driver's own ``sys.path``, and that is not
 the path of the user's script. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` reports a refused token
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -20,12 +20,8 @@ from prefect_elastic_train.core.events import ClusterConnected
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.storage.preflight import Probe
-
-logger = logging.getLogger("prefect_elastic_train.driver")
 
 _HEAD_REQUEST_SECONDS = 5
-_PROBE_SECONDS = 30.0  # for all nodes together; a node that has not answered by then may be busy or dead
 
 
 def join_cluster(spec: DriverSpec) -> ClusterConnected:
@@ -115,36 +111,6 @@ def error_within(seconds: float, action: Callable[[], object]) -> BaseException 
     """
     future = ThreadPoolExecutor(1).submit(action)
     return TimeoutError("no answer") if wait([future], seconds).not_done else future.exception()
-
-
-def probe_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> None:
-    """Test a storage from each node that can hold a worker, except the driver's own node; raise the error of a node.
-
-    A node that does not answer in time is only logged.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from prefect_elastic_train.controller.nodes import cluster_nodes
-
-    own_node = ray.get_runtime_context().get_node_id()
-    # Without CPUs, so that it starts on a full node.
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda probe: probe.try_from(socket.gethostname()))
-    references = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(probe)
-        for node in cluster_nodes()
-        if node.id != own_node
-        and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
-    ]
-    deadline = time.monotonic() + _PROBE_SECONDS
-    for reference in references:
-        try:
-            ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except ray.exceptions.RayError as error:
-            logger.warning("A node did not test the storage: %s", error)
-            ray.cancel(reference, force=True)
 
 
 def _cluster_address(spec: DriverSpec) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -61,10 +62,15 @@ class _ElasticTrainerMixin:
         )
 
     def _get_train_func(self) -> Callable[[], None]:
-        """Return a train loop that drops the user loop's return value, which Ray Train may be unable to send."""
+        """Return a train loop that checks that its node shares the storage, and drops the user loop's return value.
+
+        Ray Train may be unable to send that value.
+        """
         loop = super()._get_train_func()  # type: ignore[misc]
 
         def train() -> None:
+            storage = get_train_context().storage_context
+            storage.storage_filesystem.create_dir(storage.experiment_fs_path)  # it only checks that the run is there
             value = loop()
             if isinstance(value, Coroutine | Generator):
                 raise TypeError(
