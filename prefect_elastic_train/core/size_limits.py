@@ -21,8 +21,8 @@ MAX_MESSAGE_BYTES = 32 * 1024
 #: A log record. As Prefect's JSON it is up to six times as long, and Prefect's API accepts 1,000,000 bytes.
 MAX_LOG_BYTES = 128 * 1024
 
-#: Metrics that are kept before others: the position of a report, and for a row of the history its time.
-_FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
+#: Metrics that are kept before others: the position of a report.
+_FIRST = ("global_step", "iteration", "step", "epoch", "progress")
 #: Length of name and text of a metric that takes more than a fourth of the limit.
 _MAX_METRIC_TEXT = 200
 

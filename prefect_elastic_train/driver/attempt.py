@@ -33,7 +33,6 @@ from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attemp
 from prefect_elastic_train.runs.seeding import copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import preflight
-from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -111,12 +110,11 @@ class Attempt:
         """
         attempt = self.recorder.attempt
         request = self.spec.request
-        store = self._store_for_end()
         try:
-            newest = newest_attempt_number(store) if attempt else 0
+            newest = newest_attempt_number(self.store) if attempt else 0
             if newest <= attempt:
                 return None
-            record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
+            record = decode(AttemptRecord, self.store.read(layout.attempt_name(newest)))
         except OSError:
             return None
         owner = record.owner if record else request.owner
@@ -134,20 +132,23 @@ class Attempt:
         """
         recorder = self.recorder
         recorder.set_activity("recording the attempt's end")
+        if count_signals():  # this process must exit soon
+            self.store = self.store.with_retry_limit(1.0)
         if ended.outcome is not Outcome.COMPLETED:
             ended = self.find_successor() or ended
         self._receiver.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        if recorder.attempt and not ended.already_finished:
-            store = self._store_for_end()
+        if recorder.attempt:
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
             if failed and recorder.details.content():
                 _run_limited(recorder.write_details)
-                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(recorder.attempt)}"
+                message = (
+                    f"{ended.message.rstrip('.')}; details: {self.store.uri}/{layout.details_name(recorder.attempt)}"
+                )
                 ended = ended.model_copy(update={"message": message})
             try:
-                end_attempt(store, recorder.attempt, ended.outcome.value, ended.message, result=ended.result)
+                end_attempt(self.store, recorder.attempt, ended.outcome, ended.message, result=ended.result)
             except OSError as error:
                 logger.warning("could not record the end of attempt %d: %s", recorder.attempt, error)
         recorder.emit(ended)
@@ -263,7 +264,7 @@ class Attempt:
                 run_name=spec.request.run_name,
                 run_uri=self.store.uri,
                 checkpoint=begun.point.checkpoint,
-                checkpoint_at=commit.at if commit is not None else 0.0,
+                checkpoint_at=commit.at if commit else 0.0,
                 driver_started_at=self._started_at,
                 counted=begun.counted,
                 left={name: number for name, number in budgets.items() if number >= 0},
@@ -287,12 +288,13 @@ class Attempt:
     def _end_of_finished(self, finished: EndedRecord) -> AttemptEnded:
         """Return the final event of an attempt on a run that was finished before, with the recorded result."""
         self.recorder.recall_history()
-        trained_with = RunDirectory(self.store).fingerprint
+        wanted = self.spec.request.fingerprint
+        trained_with = RunDirectory(self.store).fingerprint or wanted
         return AttemptEnded(
             outcome=Outcome.COMPLETED,
             already_finished=True,
             message="the run was finished before; its result is returned",
-            warning=trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else "",
+            warning=trained_with.uncompared(wanted),
             result=finished.result or self._result(),
         )
 
@@ -306,13 +308,6 @@ class Attempt:
             self.spec.checkpoints.score_attribute,
         ).model_dump(mode="json")
 
-    def _store_for_end(self) -> RunStore:
-        """Return the run directory for writes at the end of the attempt.
-
-        If a signal requires this process to exit soon, the time limit for retries is short.
-        """
-        return self.store.with_retry_limit(1.0) if count_signals() else self.store
-
     def _release_reservation(self) -> None:
         from prefect_elastic_train.controller.scaling_policy import release_reservation, requester_id
 
@@ -321,9 +316,8 @@ class Attempt:
             release_reservation(requester_id(self.store))
 
     def _abandon_uploads(self) -> None:
-        store = self._store_for_end()
-        if newest_attempt_number(store) == self.recorder.attempt:
-            store.abort_uploads()
+        if newest_attempt_number(self.store) == self.recorder.attempt:
+            self.store.abort_uploads()
 
 
 def _run_limited(action: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ from prefect_elastic_train.core.causes import describe_causes, short_message
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, StorageFaultError
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec
-from prefect_elastic_train.core.storage_settings import StorageSettings
+from prefect_elastic_train.core.settings import StorageSettings
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.storage.fault_classes import diagnose
 

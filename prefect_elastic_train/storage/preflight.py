@@ -4,7 +4,7 @@ import uuid
 from contextlib import suppress
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import StorageSettings
+from prefect_elastic_train.core.settings import StorageSettings
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 

@@ -25,7 +25,7 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.rank_files import rank_file

@@ -11,9 +11,11 @@ from prefect_elastic_train import ElasticScaling, FsspecStorage, RayCluster, S3S
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.core.settings import (
     ClusterSettings,
+    FsspecStorageSettings,
+    LocalStorageSettings,
+    S3StorageSettings,
     ScalingSettings,
 )
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
 BLOCKS: list[Any] = [block for blocks in BLOCK_TYPES.values() for block in blocks]
 #: Their errors hide what may be a secret.

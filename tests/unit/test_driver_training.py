@@ -26,8 +26,7 @@ from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest, write_spec
-from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.settings import ClusterSettings, LocalStorageSettings, ScalingSettings
 from prefect_elastic_train.driver import attempt, event_relay
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal

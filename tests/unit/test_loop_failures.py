@@ -25,7 +25,7 @@ from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRu
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.settings import LocalStorageSettings
 from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.driver.trainer import _ElasticTrainerMixin
 from prefect_elastic_train.worker.rank_failures import failure_text

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage import preflight as preflight_module
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import PREFIX, preflight
