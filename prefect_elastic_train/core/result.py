@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prefect_elastic_train.core.size_limits import bounded_metrics, size_of, thinned
+from prefect_elastic_train.core.size_limits import bounded_metrics, thinned
 
 #: Limits of the parts of a result. With its metrics and its message they fit into the attempt's final event.
 _MAX_HISTORY_BYTES = 256 * 1024
@@ -16,7 +16,7 @@ _MAX_CHECKPOINTS_BYTES = 96 * 1024
 _MAX_WORLD_SIZES_BYTES = 16 * 1024
 
 
-class WorldSize(BaseModel, frozen=True, ser_json_inf_nan="constants"):
+class WorldSize(BaseModel, frozen=True):
     """The number of workers from a point in time on."""
 
     at: float
@@ -139,8 +139,7 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
         "best_checkpoints": checkpoints[len(checkpoints) - fitting :],
         "world_sizes": thinned(result.world_sizes, _MAX_WORLD_SIZES_BYTES),
     }
-    left_out = Counter({name: len(getattr(result, name)) - len(part) for name, part in parts.items()})
+    left_out = Counter(result.left_out)
+    left_out.update({name: len(getattr(result, name)) - len(part) for name, part in parts.items()})
     metrics = bounded_metrics(result.metrics, score)
-    return result.model_copy(
-        update={**parts, "metrics": metrics, "left_out": dict(Counter(result.left_out) + left_out)}
-    )
+    return result.model_copy(update={**parts, "metrics": metrics, "left_out": dict(+left_out)})

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveInt,
     PrivateAttr,
     SecretStr,
     StringConstraints,
@@ -54,7 +55,6 @@ def _unwrap_ui_json(value: Any) -> Any:
     return value
 
 
-_AtLeastOne = Annotated[int, Field(ge=1)]
 _OrUnlimited = Annotated[int, Field(ge=-1)]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
 _Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
@@ -70,9 +70,9 @@ class SettingsModel(BaseModel, extra="forbid", use_attribute_docstrings=True):
 class ScalingSettings(SettingsModel):
     """Number of workers, and the resources of each. See :class:`ElasticScaling`."""
 
-    min_workers: _AtLeastOne = 1
+    min_workers: PositiveInt = 1
     """Training runs only with at least this many workers; below it, it waits for capacity."""
-    max_workers: _AtLeastOne = 1
+    max_workers: PositiveInt = 1
     """The requested number of workers; the group grows up to it when capacity comes back."""
     accelerator: Literal["cpu", "gpu", "tpu"] = "cpu"
     """What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host."""
@@ -178,7 +178,7 @@ class FailureSettings(SettingsModel):
     """How long the surviving workers may go on past a preemption deadline."""
     relax_collectives_on_preemption: bool = False
     """Let the ranks that stay commit a checkpoint without those being preempted. Ignored in a session."""
-    max_attempts_without_progress: _AtLeastOne = 2
+    max_attempts_without_progress: PositiveInt = 2
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
     forgive_after_seconds: NonNegativeFloat = 3600.0
     """Seconds of committed training after which an earlier failure no longer counts. 0: failures always count."""
@@ -191,7 +191,7 @@ class FailureSettings(SettingsModel):
 class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
-    keep: _AtLeastOne | None = None
+    keep: PositiveInt | None = None
     """How many checkpoints to keep, the newest ones, or the best ones and besides them the newest. Empty: all."""
     score_attribute: str = ""
     """The reported metric that ranks checkpoints. Empty: the newest are the best."""
@@ -272,7 +272,7 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     @property
     def is_submitted(self) -> bool:
         """True if the driver runs inside the Ray cluster as a Ray job: the address is that of a dashboard."""
-        return self.address.startswith(("http://", "https://"))
+        return "://" in self.address
 
 
 _JSON_OBJECT = TypeAdapter(JsonDict)

@@ -61,14 +61,14 @@ def as_json(model: BaseModel, indent: int | None = None) -> str:
 def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:
     """Return the metrics of a report in at most :data:`MAX_METRICS_BYTES`.
 
-    If they are larger, the metric named ``score`` and those of the position, such as ``step``, are kept first, then
-    those with short names. A large value becomes truncated text. The entry ``"…"`` has the number of metrics left out.
+    If they are larger, the metric named ``score`` and those of the position, such as ``step``, are kept first. A large
+    value becomes truncated text. The entry ``"…"`` has the number of metrics left out.
     """
     if size_of(metrics) <= MAX_METRICS_BYTES:
         return dict(metrics)
     fitting: dict[str, Any] = {}
     room = MAX_METRICS_BYTES - 100
-    for name in sorted(metrics, key=lambda name: (name != score and name not in _FIRST, len(name))):
+    for name in sorted(metrics, key=lambda name: name != score and name not in _FIRST):
         entry = {name: metrics[name]}
         if size_of(entry) > MAX_METRICS_BYTES // 4:
             entry = {truncate(name, _MAX_METRIC_TEXT): truncate(str(metrics[name]), _MAX_METRIC_TEXT)}

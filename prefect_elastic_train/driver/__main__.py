@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
@@ -85,7 +84,7 @@ def main(arguments: list[str]) -> None:
     end(ended, stuck=False)
 
 
-def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
 

@@ -86,10 +86,11 @@ class Attempt:
 
         Returns the attempt that has begun, or, if the run is finished already, the record of its end.
         """
+        spec = self.spec
         recorder = self.recorder
         recorder.set_activity("preparing the run directory")
-        seed = partial(copy_source, self._storage, self.spec.request, self.store)
-        begun = begin_attempt(self.store, self.spec, seed)
+        seed = partial(copy_source, self._storage, spec.request, self.store)
+        begun = begin_attempt(self.store, spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
         recorder.attempt = begun.attempt
@@ -100,7 +101,28 @@ class Attempt:
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
             recorder.recall_history()
-        self._publish_start(begun)
+        failures = spec.failures
+        budgets = {
+            "driver restart": failures.driver_restarts + 1 - begun.counted,
+            "worker failure": failures.max_failures,
+            "preemption": failures.max_preemption_failures,
+        }
+        point = begun.point
+        recorder.emit(
+            AttemptStarted(
+                run_name=spec.request.run_name,
+                run_uri=self.store.uri,
+                checkpoint=point.checkpoint,
+                checkpoint_at=point.commit.at if point.commit else 0.0,
+                driver_started_at=self._started_at,
+                counted=begun.counted,
+                left={name: number for name, number in budgets.items() if number >= 0},
+                previous_end=spec.previous_end,
+                started_from=RunDirectory(self.store).started_from,
+                inherited=bounded_metrics(point.initial_metrics, spec.checkpoints.score_attribute),
+                notes=begun.notes,
+            )
+        )
         return begun
 
     def find_successor(self) -> AttemptEnded | None:
@@ -251,30 +273,6 @@ class Attempt:
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         trainer.fit()
 
-    def _publish_start(self, begun: Begun) -> None:
-        spec = self.spec
-        commit = begun.point.commit
-        budgets = {
-            "driver restart": spec.failures.driver_restarts + 1 - begun.counted,
-            "worker failure": spec.failures.max_failures,
-            "preemption": spec.failures.max_preemption_failures,
-        }
-        self.recorder.emit(
-            AttemptStarted(
-                run_name=spec.request.run_name,
-                run_uri=self.store.uri,
-                checkpoint=begun.point.checkpoint,
-                checkpoint_at=commit.at if commit else 0.0,
-                driver_started_at=self._started_at,
-                counted=begun.counted,
-                left={name: number for name, number in budgets.items() if number >= 0},
-                previous_end=spec.previous_end,
-                started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.initial_metrics, spec.checkpoints.score_attribute),
-                notes=begun.notes,
-            )
-        )
-
     def _complete(self) -> AttemptEnded:
         """Return the final event, with the run's result, after the train loop has returned on all ranks."""
         assert self.recorder.history is not None
@@ -324,4 +322,4 @@ def _run_limited(action: Callable[[], object]) -> None:
     """Run an action, but wait only for a limited time: a cluster or storage may not answer. Its errors are logged."""
     error = error_within(EXIT_STEP_SECONDS, action)
     if error is not None:
-        logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)
+        logger.warning("leaving the cluster and the storage: %r", error)

@@ -51,10 +51,12 @@ class EventReceiver:
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait up to a time limit until all senders have closed their connections: then all events are received."""
-        deadline = time.monotonic() + timeout_seconds
+        """Wait until all senders have closed their connections: then all events are received.
+
+        Wait up to a time limit for each; a controller usually has one.
+        """
         for thread in self._readers:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(timeout_seconds)
 
     def close(self) -> None:
         """Stop listening for connections from the controller."""

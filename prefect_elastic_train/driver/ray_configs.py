@@ -39,7 +39,7 @@ def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
         use_tpu=scaling.accelerator == "tpu",
         resources_per_worker=resources or None,
         placement_strategy=scaling.placement_strategy,
-        label_selector=dict(scaling.label_selector) or None,
+        label_selector=scaling.label_selector or None,
         accelerator_type=accelerator_type or None,
         topology=topology or None,
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,

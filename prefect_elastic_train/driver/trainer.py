@@ -119,9 +119,9 @@ def make_trainer(
         arguments["torch_config" if framework == "torch" else "backend_config"] = payload.torch_config
     base = resolve_name(TRAINERS[framework])
     trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)
-    has_standbys = not spec.can_fork and scaling.standby != "off"
-    if has_standbys and not standby.can_use_standbys(scaling, framework):
-        has_standbys = False
+    standby_mode = "off" if spec.can_fork else scaling.standby
+    if standby_mode != "off" and not standby.can_use_standbys(scaling, framework):
+        standby_mode = "off"
         logger.warning("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
     trainer._controller_settings = ControllerSettings(
         receiver=receiver,
@@ -131,6 +131,6 @@ def make_trainer(
         scaling=scaling,
         failures=spec.failures,
         requester_id="" if spec.is_alone else requester_id(store),
-        standby=scaling.standby if has_standbys else "off",
+        standby=standby_mode,
     )
     return trainer
