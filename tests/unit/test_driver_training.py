@@ -104,7 +104,7 @@ def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_
         (b"torn", "cannot load train loop 'loop'"),
         (Payload("nowhere:loop"), "'nowhere:loop'.*'nowhere'.*ModuleNotFoundError"),
         (Payload("a_users_loops:Trainer.missing"), "'a_users_loops'.*no 'Trainer.missing'"),
-        (Payload("a_users_loops:NUMBER"), "is a int.*must be a function"),
+        (Payload("a_users_loops:NUMBER"), "must be a function or an import path, got 7"),
         (Payload("broken_loops:loop"), "cannot be imported.*RuntimeError: no licence"),
         (Payload(lambda config, other: None), r"parameters \(config, other\); it may require none"),
         (Payload(lambda *, config: None), r"parameters \(config\)"),
@@ -241,9 +241,6 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
         return output.read_text().count('"controller_alive"') - before
 
     assert heartbeats_during(driver.begin) > 3
-    with monkeypatch.context() as slow:
-        slow.setattr(attempt, "newest_attempt_number", lambda store: time.sleep(0.2) or 1)
-        assert heartbeats_during(driver.find_successor) > 3
     ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={})
     began = time.monotonic()
     assert heartbeats_during(lambda: driver.close(ended)) > 3
@@ -284,7 +281,7 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     second.write_text(json.dumps(record))
     driver.close(AttemptEnded(outcome=Outcome.DRIVER_LOST))
     wait_for(lambda: f'"outcome":"{outcome}"' in (tmp_path / "output").read_text(), 10, "the final event")
-    assert patience[:2] == [1.0, 1.0]
+    assert patience[0] == 1.0
 
 
 def test_nothing_is_written_where_the_storage_of_a_run_that_had_begun_is_missing(tmp_path: Path) -> None:

@@ -86,7 +86,13 @@ if sys.version_info >= (3, 11):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
+def storage() -> SimpleNamespace:
+    """The run directory of the loop's worker."""
+    return SimpleNamespace(create_dir=lambda path: None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, storage: SimpleNamespace) -> Callable[[Any], bytes]:
     """Run a loop in a worker of Ray Train's, and return its last status as it is sent to the controller."""
 
     def run_loop(loop: Any) -> bytes:
@@ -95,6 +101,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
             execution_context=SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner),
             preemption_context=PreemptionContext(),
             checkpoint_upload_threadpool=ThreadPoolExecutor(),
+            storage_context=SimpleNamespace(storage_filesystem=storage, experiment_fs_path="/runs/mnist"),
             get_world_rank=lambda: 0,
         )
         monkeypatch.setattr(context, "_train_context", train_context)
@@ -146,8 +153,10 @@ def test_an_exception_whose_class_only_workers_have_is_told_too(
     assert "rank 0: workers_only.DataError: torn shard" in ended.message
 
 
-def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run: Callable[[Any], bytes]) -> None:
-    def save() -> None:
+def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(
+    run: Callable[[Any], bytes], storage: SimpleNamespace
+) -> None:
+    def save(path: str = "") -> None:
         raise StorageFaultError("no room", kind="no space", permanent=True)
 
     def call() -> None:
@@ -155,6 +164,9 @@ def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run
 
     ends = [final_event_of_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
     assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
+    storage.create_dir = save  # as on a node that does not share it
+    ended = final_event_of_error(pickle.loads(_of_controller(run(lambda: pytest.fail("it trains")))), STORAGE)
+    assert (ended.outcome, ended.message) == (Outcome.STORAGE_ERROR, "no room")
 
 
 @pytest.mark.parametrize(
