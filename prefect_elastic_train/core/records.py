@@ -177,7 +177,7 @@ class Heartbeat(_Record):
 
 def encode(record: _Record) -> bytes:
     """Return a record as the bytes of its object in the run directory."""
-    return as_json(record, indent=1).encode()
+    return as_json(record).encode()
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:

@@ -139,7 +139,8 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
         "best_checkpoints": checkpoints[len(checkpoints) - fitting :],
         "world_sizes": thinned(result.world_sizes, _MAX_WORLD_SIZES_BYTES),
     }
-    left_out = Counter(result.left_out)
-    left_out.update({name: len(getattr(result, name)) - len(part) for name, part in parts.items()})
+    left_out = Counter({name: len(getattr(result, name)) - len(part) for name, part in parts.items()})
     metrics = bounded_metrics(result.metrics, score)
-    return result.model_copy(update={**parts, "metrics": metrics, "left_out": dict(+left_out)})
+    return result.model_copy(
+        update={**parts, "metrics": metrics, "left_out": dict(Counter(result.left_out) + left_out)}
+    )

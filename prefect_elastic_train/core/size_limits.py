@@ -48,13 +48,13 @@ def size_of(value: Any) -> int:
     return len(json.dumps(plain, ensure_ascii=False, default=str).encode(errors="replace"))
 
 
-def as_json(model: BaseModel, indent: int | None = None) -> str:
+def as_json(model: BaseModel) -> str:
     """Return a model as JSON. Characters that cannot be encoded, such as those of file names, are replaced."""
     try:
-        return model.model_dump_json(indent=indent)
+        return model.model_dump_json()
     except PydanticSerializationError:
         # File names and tracebacks may contain bytes that are not text.
-        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str, indent=indent)
+        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str)
         return text.encode(errors="replace").decode()
 
 

@@ -70,7 +70,7 @@ class Attempt:
             BaseException: Any other end of the attempt.
         """
         finished = self._check_run()
-        if finished is not None:
+        if finished:
             return self._end_of_finished(finished)
         if self.spec.storage.preflight:
             preflight(self.spec.storage)
@@ -159,7 +159,7 @@ class Attempt:
         if ended.outcome is not Outcome.COMPLETED:
             ended = self.find_successor() or ended
         self._receiver.close()
-        if self._heartbeat is not None:
+        if self._heartbeat:
             self._heartbeat.stop()
         if recorder.attempt:
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)

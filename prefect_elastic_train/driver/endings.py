@@ -30,8 +30,7 @@ def final_event_of_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
         return AttemptEnded(outcome=Outcome.CANCELLED, message="the job was stopped")
     try:
         outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
-        is_late = outcome is Outcome.TIMED_OUT
-        message = "the training's time was over" if is_late else "the flow run was stopped"
+        message = "its flow process stopped the driver"
     except (OSError, ValueError):
         outcome = Outcome.DRIVER_LOST
         message = "the driver was ended by a signal, as when its flow process has died"

@@ -185,7 +185,7 @@ class EventRecorder:
                 update["index"] = self._reports
             event = event.model_copy(update=update)
             self._output.put(event)
-            if self.history is not None:
+            if self.history:
                 self.report.add(event)
                 self.history.add(event)
                 if self._sequence % _SUMMARY_EVENTS == 0:
@@ -205,7 +205,7 @@ class EventRecorder:
     def close(self) -> None:
         """Stop the heartbeats, and write the rest of the run's history."""
         self._closed.set()
-        if self.history is not None:
+        if self.history:
             self.history.close()
 
     def write_details(self) -> None:

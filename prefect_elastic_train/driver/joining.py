@@ -82,9 +82,8 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
         return scaling
     from prefect_elastic_train.driver.ray_configs import resources_per_worker
 
-    problem = ""
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
-        problem = (
+        raise AttemptFailedError(
             "label_selector and placement_strategy 'STRICT_SPREAD' require nodes that others join, and the local "
             "cluster is one node without labels; leave them at their defaults, or join another cluster"
         )
@@ -92,15 +91,13 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
     for name, amount in resources_per_worker(scaling).items():
         available = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
         if amount * scaling.min_workers > available:
-            problem = (
+            raise AttemptFailedError(
                 f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
                 f"cluster on this machine has {available:g} for them; lower min_workers or resources_per_worker, set "
                 "num_cpus or num_gpus, or join a larger cluster"
             )
-        elif amount:
+        if amount:
             max_workers = min(max_workers, int(available / amount))
-    if problem:
-        raise AttemptFailedError(problem)
     return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
 
 

@@ -22,7 +22,7 @@ def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     accelerator_type = scaling.accelerator_type
     # For TPUs, use Ray's spelling and complete the resources: Ray completes them only if none are given, and
     # differently where it counts (a worker without CPU takes none) and where it reserves a slice (it takes one).
-    if scaling.accelerator == "tpu" or scaling.topology:
+    if scaling.accelerator == "tpu":
         from prefect_elastic_train.core.tpu_slices import slice_shape, tpu_accelerator_type
 
         if scaling.topology:
