@@ -50,7 +50,7 @@ def leading_causes(causes: Sequence[Cause]) -> Sequence[Cause]:
     return [cause for cause in causes if not cause.is_consequence] or causes
 
 
-def describe_causes(causes: Sequence[Cause], locations: Mapping[int, str] = {}) -> list[str]:
+def describe_causes(causes: Sequence[Cause], locations: Mapping[int, str] | None = None) -> list[str]:
     """Return the leading causes as short lines, such as ``ranks 0-3: <message>``, at most three.
 
     If there are more causes, one more line has their number.
@@ -61,7 +61,7 @@ def describe_causes(causes: Sequence[Cause], locations: Mapping[int, str] = {}) 
     """
     lines = []
     for cause in leading_causes(causes):
-        location = locations.get(cause.ranks[0]) if len(cause.ranks) == 1 else None
+        location = (locations or {}).get(cause.ranks[0]) if len(cause.ranks) == 1 else None
         lines.append(f"{format_ranks(cause.ranks)}{f' ({location})' if location else ''}: {cause.message}")
     more = len(lines) - _MAX_CAUSES
     return lines[:_MAX_CAUSES] + ([f"and {more} other errors"] if more > 0 else [])

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
@@ -25,7 +25,6 @@ EVENT_TAG = "@elastic-train-event "
 ALIVE_SECONDS = 2.0
 
 
-@cache
 def _snake(event_type: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
 

@@ -19,7 +19,6 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     PrivateAttr,
     SecretStr,
     StringConstraints,
@@ -56,10 +55,10 @@ def _unwrap_ui_json(value: Any) -> Any:
     return value
 
 
+_AtLeastOne = Annotated[int, Field(ge=1)]
 _OrUnlimited = Annotated[int, Field(ge=-1)]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
 _Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
-_Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
 _Text = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 
@@ -71,9 +70,9 @@ class SettingsModel(BaseModel, extra="forbid", use_attribute_docstrings=True):
 class ScalingSettings(SettingsModel):
     """Number of workers, and the resources of each. See :class:`ElasticScaling`."""
 
-    min_workers: PositiveInt = 1
+    min_workers: _AtLeastOne = 1
     """Training runs only with at least this many workers; below it, it waits for capacity."""
-    max_workers: PositiveInt = 1
+    max_workers: _AtLeastOne = 1
     """The requested number of workers; the group grows up to it when capacity comes back."""
     accelerator: Literal["cpu", "gpu", "tpu"] = "cpu"
     """What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host."""
@@ -93,7 +92,7 @@ class ScalingSettings(SettingsModel):
     """Keep a warm standby worker for each worker, for the next restart. "auto": where there is memory."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places the workers: packed on few nodes or spread over many."""
-    label_selector: _Labels = {}
+    label_selector: Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)] = {}
     """Ray node labels that a worker's node must have, such as {"market-type": "spot"}."""
     topology: _Text = ""
     """TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices."""
@@ -179,7 +178,7 @@ class FailureSettings(SettingsModel):
     """How long the surviving workers may go on past a preemption deadline."""
     relax_collectives_on_preemption: bool = False
     """Let the ranks that stay commit a checkpoint without those being preempted. Ignored in a session."""
-    max_attempts_without_progress: PositiveInt = 2
+    max_attempts_without_progress: _AtLeastOne = 2
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
     forgive_after_seconds: NonNegativeFloat = 3600.0
     """Seconds of committed training after which an earlier failure no longer counts. 0: failures always count."""
@@ -192,7 +191,7 @@ class FailureSettings(SettingsModel):
 class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
-    keep: PositiveInt | None = None
+    keep: _AtLeastOne | None = None
     """How many checkpoints to keep, the newest ones, or the best ones and besides them the newest. Empty: all."""
     score_attribute: str = ""
     """The reported metric that ranks checkpoints. Empty: the newest are the best."""

@@ -27,7 +27,6 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: Longest incomplete line that a stream keeps.
 _MAX_PENDING = 100_000
-_MAX_KEY = 100  # bytes that are read of a sender's key
 #: Time from a failure until Ray's output is written: the lines of other processes arrive a moment later.
 _DETAILS_SECONDS = 2.0
 #: Time for which reads of the history are repeated before an attempt begins.
@@ -72,7 +71,7 @@ class EventReceiver:
 
     def _read(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as lines, suppress(OSError):
-            if not hmac.compare_digest(lines.readline(_MAX_KEY).strip(), self.address.key.encode()):
+            if not hmac.compare_digest(lines.readline(100).strip(), self.address.key.encode()):
                 return
             for line in lines:
                 if not line.endswith(b"\n"):  # incomplete: its event is sent again

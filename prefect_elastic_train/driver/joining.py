@@ -21,8 +21,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
 
-_HEAD_REQUEST_SECONDS = 5
-
 
 def join_cluster(spec: DriverSpec) -> ClusterConnected:
     """Connect this driver to the Ray cluster of a spec, and return the event with its address and resources.
@@ -138,7 +136,7 @@ def _check_head(address: str, timeout: float) -> None:
 
     def request() -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-        GcsClient(address=address).internal_kv_keys(b"session_name", timeout=_HEAD_REQUEST_SECONDS)
+        GcsClient(address=address).internal_kv_keys(b"session_name", timeout=5)
 
     deadline = time.monotonic() + timeout
     problem = error_within(timeout, request)

@@ -120,7 +120,7 @@ def check_loop(loop: Any) -> None:
         )
     try:
         signature = inspect.signature(loop)
-    except (TypeError, ValueError):
+    except ValueError:  # it is not written in Python
         return
     for arguments in ((), ("config",)):
         with suppress(TypeError):
