@@ -57,22 +57,6 @@ def is_detail(text: str) -> bool:
     return content.startswith(DETAIL_TAG) or bool(_RAY_LINE.match(content))
 
 
-def silence_ray_train() -> None:
-    """Let Ray Train log only warnings in this worker, to its files, and print the loop's log records with their level.
-
-    By default it logs each report and the loop's exceptions, and prints log records without their level.
-    """
-    from ray.train.v2._internal.execution import context
-
-    logger = logging.getLogger("ray.train")
-    logger.setLevel(logging.WARNING)
-    context.logger.parent = logger  # named by its file, not its module, so its records would reach the root logger
-    for handler in logging.root.handlers:
-        if hasattr(handler, "plain_handler"):  # the console, which the loop keeps
-            handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-            logger.removeHandler(handler)
-
-
 def tag_own_records() -> None:
     """Tag the first line of each log record of this package in this Ray actor, so that it does not count as Ray's.
 
