@@ -32,7 +32,7 @@ from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
 from prefect_elastic_train.driver.event_relay import EventOutput
 from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
-from prefect_elastic_train.driver.user_code import check_loop, load_payload
+from prefect_elastic_train.driver.user_code import load_payload
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.fingerprints import fingerprint
@@ -50,21 +50,8 @@ def _spec(payload: bytes = b"", **settings: Any) -> DriverSpec:
 class _Callable:
     """An object that is called as a loop."""
 
-    def __call__(self, config: dict[str, Any]) -> None:
-        """Train."""
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda config, extra=1: None,
-        lambda config, *arguments, **more: None,
-        _Callable(),
-        functools.partial(lambda config, other: None, other=1),
-    ],
-)
-def test_a_loop_of_nothing_or_of_the_config_is_accepted(loop: Any) -> None:
-    check_loop(loop)
+    def __call__(self, config: dict[str, Any]) -> str:
+        return "called"
 
 
 def test_a_cluster_that_does_not_answer_at_the_address_of_the_environment_is_told_as_such(
@@ -90,7 +77,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("loop", "returned"),
-    [(lambda config: "sent", "sent"), ("a_users_loops:loop", "plain"), ("a_users_loops:Trainer.loop", "nested")],
+    [
+        (lambda config, extra="sent": extra, "sent"),
+        (lambda config, *arguments, **more: "sent", "sent"),
+        (functools.partial(lambda config, other: other, other="bound"), "bound"),
+        (_Callable(), "called"),
+        ("a_users_loops:loop", "plain"),
+        ("a_users_loops:Trainer.loop", "nested"),
+    ],
 )
 def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_the_flow_found_it(
     folder: str, loop: Any, returned: str
