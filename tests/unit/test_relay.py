@@ -71,7 +71,7 @@ def test_a_sender_without_the_key_is_not_heard_and_what_is_no_event_is_told_and_
     inbox.finish(5)
     assert inbox.states() == ["good"]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "cannot be read and is lost: b'nonsense'" in caplog.text
+    assert "cannot be read and is lost: b'nonsense" in caplog.text
     with closing(Inbox()) as other:
         assert other.address.key != own
 
