@@ -45,7 +45,7 @@ Transfer = Callable[[Path, str], None]
 
 def s3_settings(endpoint_url: str) -> Any:
     """Return the storage that all of ours use."""
-    from prefect_elastic_train.core.storage_settings import S3StorageSettings
+    from prefect_elastic_train.core.settings import S3StorageSettings
 
     return S3StorageSettings(
         bucket_path=f"{BUCKET}/runs",

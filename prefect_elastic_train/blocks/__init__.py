@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from prefect_elastic_train.blocks import _common
-from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    FsspecStorageSettings,
+    LocalStorageSettings,
+    S3StorageSettings,
+    ScalingSettings,
+)
 
 
 class ElasticScaling(_common.TrainingBlock, ScalingSettings):

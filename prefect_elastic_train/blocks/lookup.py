@@ -10,9 +10,9 @@ from pydantic import SecretStr
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.core import storage_settings
 from prefect_elastic_train.core.operator_settings import get_settings, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import DEFAULT_STORAGE, storage_at
 
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
@@ -138,7 +138,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
         ConfigurationError: The block with the name, or the default in the settings, does not exist or cannot be loaded.
     """
     types = BLOCK_TYPES[argument]
-    settings = storage_settings.storage_at(name) if argument == "storage" else None
+    settings = storage_at(name) if argument == "storage" else None
     if settings is not None:
         block_type = next(block_type for block_type in STORAGE_TYPES if issubclass(block_type, type(settings)))
         return block_type(**dict(settings))
@@ -153,7 +153,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
             return load_saved(types, default)
         except ConfigurationError as error:  # the user may not know the setting, so name it
             raise ConfigurationError(f"{variable_of(setting)}={default!r}: {error}") from error
-    return blocks.LocalStorage(path=storage_settings.DEFAULT_STORAGE) if argument == "storage" else types[0]()
+    return blocks.LocalStorage(path=DEFAULT_STORAGE) if argument == "storage" else types[0]()
 
 
 def chosen_blocks(names: Mapping[str, str], profile: str = "") -> Blocks:

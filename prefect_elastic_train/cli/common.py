@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, storage_at
+from prefect_elastic_train.core.settings import LocalStorageSettings, storage_at
 from prefect_elastic_train.storage.opening import Storage
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from prefect_elastic_train.core.events import Event, encode_event
+from prefect_elastic_train.core.events import DROPPABLE, Event, encode_event
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class EventQueue:
 
         This method neither fails nor blocks. Events that are added after the close are not written.
         """
-        if event.droppable and self._events.unfinished_tasks >= _MAX_DROPPABLE:
+        if isinstance(event, DROPPABLE) and self._events.unfinished_tasks >= _MAX_DROPPABLE:
             self._dropped += 1
         else:
             self._events.put(event)

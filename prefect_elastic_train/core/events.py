@@ -7,8 +7,8 @@ import json
 import logging
 import re
 import time
-from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
@@ -25,7 +25,6 @@ EVENT_TAG = "@elastic-train-event "
 ALIVE_SECONDS = 2.0
 
 
-@cache
 def _snake(event_type: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
 
@@ -39,8 +38,6 @@ class Event(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"
     attempt: int = 0
     #: Optimizer steps of the worker group's session at the controller's last poll; 0: none, or unknown.
     step: int = 0
-    #: True for events that are dropped when a channel is full.
-    droppable: ClassVar[bool] = False
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -185,8 +182,6 @@ class Report(Event):
 class Reported(Report):
     """All ranks of the worker group called ``ray.train.report``, without a checkpoint."""
 
-    droppable: ClassVar[bool] = True
-
 
 class CheckpointCommitted(Report):
     """All ranks reported with a checkpoint, and it is durable: restarts continue from it or from a later one."""
@@ -220,7 +215,6 @@ class RunRecalled(Event):
 class ControllerAlive(Event):
     """Heartbeat of the controller or, without one, of the driver: its activity, and the seconds since that began."""
 
-    droppable: ClassVar[bool] = True
     doing: str
     seconds: float
 
@@ -246,8 +240,11 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+#: Events that are dropped when a channel is full.
+DROPPABLE = (ControllerAlive, Reported)
+
 #: Events of training without incidents.
-ROUTINE = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported, SavesPlanned, StandbysParked)
+ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StandbysParked)
 
 
 class EventHandler:

@@ -5,11 +5,10 @@ drivers get values from their spec.
 """
 
 from functools import cache
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, ValidationError
-from pydantic_settings import SettingsConfigDict
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
@@ -28,7 +27,7 @@ class ElasticTrainSettings(PrefectBaseSettings):
         ``PREFECT_ELASTIC_TRAIN_POLL_INTERVAL_SECONDS=0.5`` polls the workers twice a second.
     """
 
-    model_config: ClassVar[SettingsConfigDict] = build_settings_config(("elastic_train",), frozen=True)
+    model_config = build_settings_config(("elastic_train",), frozen=True)
     model_config["use_attribute_docstrings"] = True
 
     poll_interval_seconds: NonNegativeFloat = 0.0

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State, TaskRun
-    from prefect.tasks import Task
+from typing import Any
 
 
 class Outcome(str, enum.Enum):
@@ -68,7 +64,9 @@ class AttemptFailedError(ElasticTrainError):
         final: A budget is exhausted, so no attempt follows, whatever the outcome.
     """
 
-    def __init__(self, message: str, *, outcome: Outcome, attempt: int = 0, final: bool = False) -> None:
+    def __init__(
+        self, message: str, *, outcome: Outcome = Outcome.INVALID, attempt: int = 0, final: bool = False
+    ) -> None:
         super().__init__(message)
         self.outcome = outcome
         self.attempt = attempt
@@ -102,8 +100,8 @@ class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
     """The run exists and the checkpoint does not: it was never written, or the checkpoint policy deleted it."""
 
 
-def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Return True if Prefect shall retry the task of a training that failed: a new driver may succeed.
+def may_retry(task: object, task_run: object, state: object) -> bool:
+    """Return True if Prefect shall retry a task run, in its final state, of a training: a new driver may succeed.
 
     Prefect calls it as ``retry_condition_fn``, which must be a plain function.
     """

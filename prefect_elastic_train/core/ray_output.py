@@ -57,23 +57,6 @@ def is_detail(text: str) -> bool:
     return content.startswith(DETAIL_TAG) or bool(_RAY_LINE.match(content))
 
 
-def silence_ray_train() -> None:
-    """Let Ray Train log only warnings in this worker, to its files, and print the loop's log records with their level.
-
-    By default it logs each report and the loop's exceptions, and prints log records without their level.
-    """
-    for handler in logging.root.handlers:
-        if hasattr(handler, "plain_handler"):
-            handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("ray.train")
-    logger.setLevel(logging.WARNING)
-    # The root logger has the same handler for the console and keeps it for the loop.
-    logger.handlers = [handler for handler in logger.handlers if not hasattr(handler, "plain_handler")]
-    for name, other in list(logging.root.manager.loggerDict.items()):
-        if "/ray/train/" in name and isinstance(other, logging.Logger):
-            other.parent = logger  # named by its file, not its module, so its records would reach the root logger
-
-
 def tag_own_records() -> None:
     """Tag the first line of each log record of this package in this Ray actor, so that it does not count as Ray's.
 

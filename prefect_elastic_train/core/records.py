@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.size_limits import as_json
 
 SCHEMA_VERSION = 2  # that this version of the package writes; older ones are refused
@@ -84,14 +84,8 @@ class Fingerprint(_Record):
             changes.append(f"train loop {self.loop!r} became {other.loop!r}")
         if self.framework != other.framework:
             changes.append(f"framework {self.framework!r} became {other.framework!r}")
-        for key in sorted(self.config.keys() | other.config.keys()):
-            if key not in self.config:
-                changes.append(f"train_loop_config[{key!r}] was added")
-            elif key not in other.config:
-                changes.append(f"train_loop_config[{key!r}] was removed")
-            elif self.config[key] != other.config[key]:
-                changes.append(f"train_loop_config[{key!r}] changed")
-        return changes
+        keys = {key for key, _ in self.config.items() ^ other.config.items()}
+        return changes + [f"train_loop_config[{key!r}] changed" for key in sorted(keys)]
 
     def uncompared(self, other: Fingerprint) -> str:
         """Return a warning about values of the configuration that have no stable digest; empty if there are none.
@@ -197,7 +191,7 @@ class Heartbeat(_Record):
 
 def encode(record: _Record) -> bytes:
     """Return a record as the bytes of its object in the run directory."""
-    return as_json(record, indent=1).encode()
+    return as_json(record).encode()
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:
@@ -215,7 +209,6 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
     if record.schema_version < SCHEMA_VERSION:
         raise AttemptFailedError(
             f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this "
-            f"one reads {SCHEMA_VERSION}); continue with that version, or use another run_name",
-            outcome=Outcome.INVALID,
+            f"one reads {SCHEMA_VERSION}); continue with that version, or use another run_name"
         )
     return record

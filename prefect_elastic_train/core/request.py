@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect_elastic_train.core.records import Fingerprint, Owner
-from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.core.storage_settings import StorageSettings
+from prefect_elastic_train.core.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    ScalingSettings,
+    StorageSettings,
+)
 
 #: Module that a driver process runs, by which it is recognized.
 DRIVER_MODULE = "prefect_elastic_train.driver"

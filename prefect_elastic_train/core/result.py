@@ -16,7 +16,7 @@ _MAX_CHECKPOINTS_BYTES = 96 * 1024
 _MAX_WORLD_SIZES_BYTES = 16 * 1024
 
 
-class WorldSize(BaseModel, frozen=True, ser_json_inf_nan="constants"):
+class WorldSize(BaseModel, frozen=True):
     """The number of workers from a point in time on."""
 
     at: float
@@ -135,7 +135,7 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
     ]
     fitting = sum(size <= _MAX_CHECKPOINTS_BYTES for size in accumulate(map(size_of, reversed(checkpoints))))
     parts: dict[str, list[Any]] = {
-        "history": thinned([bounded_metrics(row, score) for row in result.history], _MAX_HISTORY_BYTES),
+        "history": thinned(result.history, _MAX_HISTORY_BYTES),  # the metrics of reports are bounded already
         "best_checkpoints": checkpoints[len(checkpoints) - fitting :],
         "world_sizes": thinned(result.world_sizes, _MAX_WORLD_SIZES_BYTES),
     }

@@ -21,8 +21,8 @@ MAX_MESSAGE_BYTES = 32 * 1024
 #: A log record. As Prefect's JSON it is up to six times as long, and Prefect's API accepts 1,000,000 bytes.
 MAX_LOG_BYTES = 128 * 1024
 
-#: Metrics that are kept before others: the position of a report, and for a row of the history its time.
-_FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
+#: Metrics that are kept before others: the position of a report.
+_FIRST = ("global_step", "iteration", "step", "epoch", "progress")
 #: Length of name and text of a metric that takes more than a fourth of the limit.
 _MAX_METRIC_TEXT = 200
 
@@ -48,27 +48,27 @@ def size_of(value: Any) -> int:
     return len(json.dumps(plain, ensure_ascii=False, default=str).encode(errors="replace"))
 
 
-def as_json(model: BaseModel, indent: int | None = None) -> str:
+def as_json(model: BaseModel) -> str:
     """Return a model as JSON. Characters that cannot be encoded, such as those of file names, are replaced."""
     try:
-        return model.model_dump_json(indent=indent)
+        return model.model_dump_json()
     except PydanticSerializationError:
         # File names and tracebacks may contain bytes that are not text.
-        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str, indent=indent)
+        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str)
         return text.encode(errors="replace").decode()
 
 
 def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:
     """Return the metrics of a report in at most :data:`MAX_METRICS_BYTES`.
 
-    If they are larger, the metric named ``score`` and those of the position, such as ``step``, are kept first, then
-    those with short names. A large value becomes truncated text. The entry ``"…"`` has the number of metrics left out.
+    If they are larger, the metric named ``score`` and those of the position, such as ``step``, are kept first. A large
+    value becomes truncated text. The entry ``"…"`` has the number of metrics left out.
     """
     if size_of(metrics) <= MAX_METRICS_BYTES:
         return dict(metrics)
     fitting: dict[str, Any] = {}
     room = MAX_METRICS_BYTES - 100
-    for name in sorted(metrics, key=lambda name: (name != score and name not in _FIRST, len(name))):
+    for name in sorted(metrics, key=lambda name: name != score and name not in _FIRST):
         entry = {name: metrics[name]}
         if size_of(entry) > MAX_METRICS_BYTES // 4:
             entry = {truncate(name, _MAX_METRIC_TEXT): truncate(str(metrics[name]), _MAX_METRIC_TEXT)}

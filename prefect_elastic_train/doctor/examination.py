@@ -83,8 +83,8 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         yield ok(f"a training uses {', '.join(saved_name(block) or type(block).__name__ for block in blocks)}")
 
     def check_storage() -> Iterator[Finding]:
-        with preflight(specs[0].storage):
-            yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
+        preflight(specs[0].storage)
+        yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
 
     yield from run_check("versions", check_versions)
     server = run_check("server", check_server)

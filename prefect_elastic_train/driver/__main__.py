@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
@@ -53,15 +52,13 @@ def main(arguments: list[str]) -> None:
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
         """Record and publish the end of the attempt, and exit. If called in two threads, the first call does it."""
-        if not is_ending.acquire(blocking=False):
-            time.sleep(60)
-            return
-        attempt.close(ended)
-        attempt.leave_cluster(stuck)
-        output.close(10.0)
-        # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard shows
-        # the exit code of a job.
-        os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+        with is_ending:
+            attempt.close(ended)
+            attempt.leave_cluster(stuck)
+            output.close(10.0)
+            # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard
+            # shows the exit code of a job.
+            os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
 
     def end_if_stuck() -> None:
         """Wait for a signal, and end the attempt if ``fit()`` does not react to it within `FIT_EXIT_SECONDS`.
@@ -87,7 +84,7 @@ def main(arguments: list[str]) -> None:
     end(ended, stuck=False)
 
 
-def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
 

@@ -4,9 +4,7 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -21,21 +19,20 @@ from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
 from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
-from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.joining import error_within, join_cluster, limit_to_local_cluster
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.report.accounts import Tally, add_up
+from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_is_free, end_attempt
 from prefect_elastic_train.runs.commits import restore_snapshot
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, start_heartbeat, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
-from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
+from prefect_elastic_train.runs.seeding import copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.preflight import Probe, preflight
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.storage.preflight import preflight
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -65,8 +62,6 @@ class Attempt:
         self.recorder = EventRecorder(output, details, self.store, spec)
         self._stop_heartbeat: Callable[[], None] = lambda: None
         self._receiver = EventReceiver(self.recorder.emit)
-        #: Tally of the earlier attempts.
-        self._past = Tally()
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the train loop has returned, and return the final event.
@@ -75,11 +70,11 @@ class Attempt:
             BaseException: Any other end of the attempt.
         """
         finished = self._check_run()
-        if finished is not None:
+        if finished:
             return self._end_of_finished(finished)
-        storage = self.spec.storage
-        with preflight(storage) if storage.preflight else nullcontext() as probe:
-            payload = self._join(probe)
+        if self.spec.storage.preflight:
+            preflight(self.spec.storage)
+        payload = self._join()
         begun = self.begin()
         if isinstance(begun, EndedRecord):
             return self._end_of_finished(begun)
@@ -91,17 +86,11 @@ class Attempt:
 
         Returns the attempt that has begun, or, if the run is finished already, the record of its end.
         """
-        from prefect_elastic_train.controller.standby import can_use_standbys
-
+        spec = self.spec
         recorder = self.recorder
-        notes: list[str] = []
-
-        def seed() -> None:
-            recorder.set_activity("copying the checkpoint that the run starts from")
-            notes.extend(copy_source(self._storage, self.spec.request, self.store))
-
-        recorder.set_activity("looking for where to resume")
-        begun = begin_attempt(self.store, self.spec, seed)
+        recorder.set_activity("preparing the run directory")
+        seed = partial(copy_source, self._storage, spec.request, self.store)
+        begun = begin_attempt(self.store, spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
         recorder.attempt = begun.attempt
@@ -111,12 +100,29 @@ class Attempt:
         self._stop_heartbeat = start_heartbeat(limited, begun.attempt, interrupt)
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
-            self._past = recorder.recall_history()
-        scaling = self.spec.scaling
-        can_warm_up = self.spec.can_fork or can_use_standbys(scaling, self.spec.request.framework)
-        if scaling.standby != "off" and not can_warm_up:
-            notes.append("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
-        self._publish_start(begun, [*notes, *begun.notes])
+            recorder.recall_history()
+        failures = spec.failures
+        budgets = {
+            "driver restart": failures.driver_restarts + 1 - begun.counted,
+            "worker failure": failures.max_failures,
+            "preemption": failures.max_preemption_failures,
+        }
+        point = begun.point
+        recorder.emit(
+            AttemptStarted(
+                run_name=spec.request.run_name,
+                run_uri=self.store.uri,
+                checkpoint=point.checkpoint,
+                checkpoint_at=point.commit.at if point.commit else 0.0,
+                driver_started_at=self._started_at,
+                counted=begun.counted,
+                left={name: number for name, number in budgets.items() if number >= 0},
+                previous_end=spec.previous_end,
+                started_from=RunDirectory(self.store).started_from,
+                inherited=bounded_metrics(point.initial_metrics, spec.checkpoints.score_attribute),
+                notes=begun.notes,
+            )
+        )
         return begun
 
     def find_successor(self) -> AttemptEnded | None:
@@ -126,23 +132,20 @@ class Attempt:
         """
         attempt = self.recorder.attempt
         request = self.spec.request
-        store = self._store_for_end()
-        self.recorder.set_activity("checking that no other attempt has taken the run over")
         try:
-            newest = newest_attempt_number(store) if attempt else 0
+            newest = newest_attempt_number(self.store) if attempt else 0
             if newest <= attempt:
                 return None
-            record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
+            record = decode(AttemptRecord, self.store.read(layout.attempt_name(newest)))
         except OSError:
             return None
-        if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
-            message = f"attempt {newest}, of another process of the same flow run, has taken over"
-            return AttemptEnded(outcome=Outcome.SUPERSEDED, message=message)
-        message = (
-            f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
-            "trained after that counts for nothing"
+        owner = record.owner if record else request.owner
+        is_own = owner.flow_run_id == request.owner.flow_run_id
+        return AttemptEnded(
+            outcome=Outcome.SUPERSEDED if is_own else Outcome.INVALID,
+            message=f"run {request.run_name!r} was taken over by attempt {newest}, of another process of "
+            f"{owner.describe()}; what this attempt trained after that counts for nothing",
         )
-        return AttemptEnded(outcome=Outcome.INVALID, message=message)
 
     def close(self, ended: AttemptEnded) -> None:
         """Record the end of the attempt in the run directory if the attempt has begun, and publish its final event.
@@ -150,20 +153,23 @@ class Attempt:
         If another attempt has taken over the run, the outcome is ``superseded``, unless this attempt completed it.
         """
         recorder = self.recorder
+        recorder.set_activity("recording the attempt's end")
+        if count_signals():  # this process must exit soon
+            self.store = self.store.with_retry_limit(1.0)
         if ended.outcome is not Outcome.COMPLETED:
             ended = self.find_successor() or ended
         self._receiver.close()
         self._stop_heartbeat()
-        if recorder.attempt and not ended.already_finished:
-            store = self._store_for_end()
-            recorder.set_activity("recording the attempt's end")
+        if recorder.attempt:
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
             if failed and recorder.details.content():
                 _run_limited(recorder.write_details)
-                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(recorder.attempt)}"
+                message = (
+                    f"{ended.message.rstrip('.')}; details: {self.store.uri}/{layout.details_name(recorder.attempt)}"
+                )
                 ended = ended.model_copy(update={"message": message})
             try:
-                end_attempt(store, recorder.attempt, ended.outcome.value, ended.message, result=ended.result)
+                end_attempt(self.store, recorder.attempt, ended.outcome, ended.message, result=ended.result)
             except OSError as error:
                 logger.warning("could not record the end of attempt %d: %s", recorder.attempt, error)
         recorder.emit(ended)
@@ -203,37 +209,25 @@ class Attempt:
         store = self.store.with_retry_limit(_FIRST_READ_SECONDS) if spec.storage.preflight else self.store
         # Before anything is written, since a mount may be missing.
         finished = check_run_is_free(RunDirectory(store), spec.request)
-        if finished is not None:
-            return finished
         root = self._storage.folder(spec.storage.root)
         known, variable = spec.request.known_storage
-        if known == root.uri and not root.folders():
+        if not finished and known == root.uri and not root.folders():
             raise refusal(
                 f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
                 "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
                 f"purpose, run `prefect variable delete {variable}` first",
                 Outcome.STORAGE_ERROR,
             )
-        return None
+        return finished
 
-    def _join(self, probe: Probe | None) -> Payload:
-        """Load the user's objects, join the Ray cluster, and return the objects.
-
-        For a new run on a cluster that is not a local cluster, also test the storage from the cluster's nodes with
-        ``probe``.
-        """
+    def _join(self) -> Payload:
+        """Load the user's objects, join the Ray cluster, and return the objects."""
         spec = self.spec
         recorder = self.recorder
-        run = RunDirectory(self.store)
-        if spec.request.resume_from and run.newest_commit_id is None:  # refused before a cluster is started or joined
-            recorder.set_activity("looking for the checkpoint that the run starts from")
-            choose_source(self._storage, spec.request)
         recorder.emit(ClusterWanted())
         recorder.set_activity("")
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        if spec.is_alone:
-            os.environ.pop(PRINT_PATCH, None)  # the environment of its node has the variable
-        else:
+        if not spec.is_alone:  # else the environment of its node has the variable
             os.environ.setdefault(PRINT_PATCH, "0")
         payload = load_payload(spec)
         recorder.set_activity("joining the cluster")
@@ -241,17 +235,11 @@ class Attempt:
             cluster = join_cluster(spec)
         except AttemptFailedError as error:
             # The address of a cluster that this run never reached is probably misspelt: a retry does not help.
-            is_known = spec.cluster.is_local or spec.cluster.is_submitted or run.attempt_numbers
-            error.final = error.final or not is_known
+            is_known = spec.cluster.is_local or spec.cluster.is_submitted or newest_attempt_number(self.store)
+            error.final = not is_known
             raise
         recorder.emit(cluster)
         self.spec = replace(spec, scaling=limit_to_local_cluster(spec, cluster.resources))
-        if probe is not None and not spec.cluster.is_local and run.newest_commit_id is None:
-            from prefect_elastic_train.driver.ray_cluster import probe_from_nodes
-            from prefect_elastic_train.driver.ray_configs import resources_per_worker
-
-            recorder.set_activity("testing the storage from the nodes")
-            probe_from_nodes(probe, resources_per_worker(spec.scaling))
         return payload
 
     def _train(self, payload: Payload, begun: Begun) -> None:
@@ -260,6 +248,7 @@ class Attempt:
 
         spec = self.spec
         owner = spec.request.owner
+        tally = self.recorder.report.tally
         context = RunContext(
             run_name=spec.request.run_name,
             run_id=begun.run_id,
@@ -268,8 +257,8 @@ class Attempt:
             run_uri=self.store.uri,
             flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
             **owner.model_dump(include={"flow_name", "deployment_id", "deployment_name"}),
-            failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
-            trained_seconds=self._past.account().productive_seconds,
+            failures=begun.attempt - 1 + tally.worker_failures + tally.preemptions,
+            trained_seconds=tally.account().productive_seconds,
             ends_at=spec.ends_at,
             score_attribute=spec.checkpoints.score_attribute,
         )
@@ -282,30 +271,6 @@ class Attempt:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         trainer.fit()
-
-    def _publish_start(self, begun: Begun, notes: list[str]) -> None:
-        spec = self.spec
-        commit = begun.point.commit
-        budgets = {
-            "driver restart": spec.failures.driver_restarts + 1 - begun.counted,
-            "worker failure": spec.failures.max_failures,
-            "preemption": spec.failures.max_preemption_failures,
-        }
-        self.recorder.emit(
-            AttemptStarted(
-                run_name=spec.request.run_name,
-                run_uri=self.store.uri,
-                checkpoint=begun.point.checkpoint,
-                checkpoint_at=commit.at if commit is not None else 0.0,
-                driver_started_at=self._started_at,
-                counted=begun.counted,
-                left={name: number for name, number in budgets.items() if number >= 0},
-                previous_end=spec.previous_end,
-                started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.initial_metrics, spec.checkpoints.score_attribute),
-                notes=notes,
-            )
-        )
 
     def _complete(self) -> AttemptEnded:
         """Return the final event, with the run's result, after the train loop has returned on all ranks."""
@@ -320,12 +285,13 @@ class Attempt:
     def _end_of_finished(self, finished: EndedRecord) -> AttemptEnded:
         """Return the final event of an attempt on a run that was finished before, with the recorded result."""
         self.recorder.recall_history()
-        trained_with = RunDirectory(self.store).fingerprint
+        wanted = self.spec.request.fingerprint
+        trained_with = RunDirectory(self.store).fingerprint or wanted
         return AttemptEnded(
             outcome=Outcome.COMPLETED,
             already_finished=True,
             message="the run was finished before; its result is returned",
-            warning=trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else "",
+            warning=trained_with.uncompared(wanted),
             result=finished.result or self._result(),
         )
 
@@ -339,13 +305,6 @@ class Attempt:
             self.spec.checkpoints.score_attribute,
         ).model_dump(mode="json")
 
-    def _store_for_end(self) -> RunStore:
-        """Return the run directory for writes at the end of the attempt.
-
-        If a signal requires this process to exit soon, the time limit for retries is short.
-        """
-        return self.store.with_retry_limit(1.0) if count_signals() else self.store
-
     def _release_reservation(self) -> None:
         from prefect_elastic_train.controller.scaling_policy import release_reservation, requester_id
 
@@ -354,20 +313,12 @@ class Attempt:
             release_reservation(requester_id(self.store))
 
     def _abandon_uploads(self) -> None:
-        store = self.store.with_retry_limit(1.0)
-        if newest_attempt_number(store) == self.recorder.attempt:
-            store.abort_uploads()
+        if newest_attempt_number(self.store) == self.recorder.attempt:
+            self.store.abort_uploads()
 
 
 def _run_limited(action: Callable[[], object]) -> None:
     """Run an action, but wait only for a limited time: a cluster or storage may not answer. Its errors are logged."""
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the attempt has ended
-            logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout=EXIT_STEP_SECONDS)
+    error = error_within(EXIT_STEP_SECONDS, action)
+    if error is not None:
+        logger.warning("leaving the cluster and the storage: %r", error)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import IO, Any
 
 from prefect_elastic_train.controller.event_queue import EventQueue, ReceiverAddress
@@ -18,8 +17,6 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import DriverSpec
-from prefect_elastic_train.core.size_limits import whole_lines
-from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
@@ -30,7 +27,6 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: Longest incomplete line that a stream keeps.
 _MAX_PENDING = 100_000
-_CHUNK_BYTES = 64 * 1024
 #: Time from a failure until Ray's output is written: the lines of other processes arrive a moment later.
 _DETAILS_SECONDS = 2.0
 #: Time for which reads of the history are repeated before an attempt begins.
@@ -54,10 +50,12 @@ class EventReceiver:
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait up to a time limit until all senders have closed their connections: then all events are received."""
-        deadline = time.monotonic() + timeout_seconds
+        """Wait until all senders have closed their connections: then all events are received.
+
+        Wait up to a time limit for each; a controller usually has one.
+        """
         for thread in self._readers:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(timeout_seconds)
 
     def close(self) -> None:
         """Stop listening for connections from the controller."""
@@ -72,12 +70,12 @@ class EventReceiver:
                 self._readers.append(thread)
 
     def _read(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            # An incomplete line at the end is dropped: its event is sent again.
-            lines = whole_lines(iter(partial(connection.recv, _CHUNK_BYTES), b""), with_rest=False)
-            if not hmac.compare_digest(next(lines, b""), self.address.key.encode()):
+        with connection, connection.makefile("rb") as lines, suppress(OSError):
+            if not hmac.compare_digest(lines.readline(100).strip(), self.address.key.encode()):
                 return
-            for line in filter(None, lines):
+            for line in lines:
+                if not line.endswith(b"\n"):  # incomplete: its event is sent again
+                    return
                 event = ev.decode_event(line)
                 if event is not None:
                     self._handle(event)
@@ -151,6 +149,7 @@ class EventRecorder:
         attempt: Number of the attempt; 0 before it has begun.
         history: The writer of the run's history; None before the attempt has begun.
         details: The lines that Ray printed.
+        report: Summary of the history.
     """
 
     def __init__(self, output: EventOutput, details: Details, store: RunStore, spec: DriverSpec) -> None:
@@ -159,8 +158,7 @@ class EventRecorder:
         self.details = details
         self._output = output
         self._store = store
-        #: Summary of the history.
-        self._report = RunReport(
+        self.report = RunReport(
             run_name=spec.request.run_name,
             score_attribute=spec.checkpoints.score_attribute,
             score_order=spec.checkpoints.score_order,
@@ -186,8 +184,8 @@ class EventRecorder:
                 update["index"] = self._reports
             event = event.model_copy(update=update)
             self._output.put(event)
-            if self.history is not None:
-                self._report.add(event)
+            if self.history:
+                self.report.add(event)
                 self.history.add(event)
                 if self._sequence % _SUMMARY_EVENTS == 0:
                     self.history.add(self._summary())
@@ -206,7 +204,7 @@ class EventRecorder:
     def close(self) -> None:
         """Stop the heartbeats, and write the rest of the run's history."""
         self._closed.set()
-        if self.history is not None:
+        if self.history:
             self.history.close()
 
     def write_details(self) -> None:
@@ -216,19 +214,18 @@ class EventRecorder:
         except OSError as error:
             logger.warning("could not write the details of what failed: %s", error)
 
-    def recall_history(self) -> Tally:
-        """Read the run's history, send its summary to the supervisor, and return its tally. Errors are only logged."""
+    def recall_history(self) -> None:
+        """Read the run's history, and send its summary to the supervisor. Errors are only logged."""
         self.set_activity("reading the history")
         try:
             for event in read_history(self._store.with_retry_limit(_HISTORY_SECONDS), recent=True):
-                self._report.add(event)
+                self.report.add(event)
             self.emit(self._summary())
         except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
             logger.warning("the history cannot be read; the run's report starts from scratch: %s", error)
-        return self._report.tally
 
     def _summary(self) -> ev.RunRecalled:
-        return ev.RunRecalled(report=self._report.model_dump(mode="json"))
+        return ev.RunRecalled(report=self.report.model_dump(mode="json"))
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(ev.ALIVE_SECONDS):

@@ -1,7 +1,9 @@
 """Joining the Ray cluster from the driver.
 
-Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``. Ray fills it from the driver's own ``sys.path``, which is not that
-of the user's script.
+Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``, which Ray fills from the driver's own ``sys.path``, and that is not
+the path of the user's script. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` reports a refused token
+as "Failed to connect", like a dead head. It waits without a limit for a port that accepts connections and does not
+answer. And it does not return the address that ``"auto"`` means.
 """
 
 import logging
@@ -10,6 +12,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from prefect_elastic_train.core.events import ClusterConnected
@@ -45,11 +49,10 @@ def join_cluster(spec: DriverSpec) -> ClusterConnected:
             address=address,
             runtime_env=runtime_env,
             job_config=JobConfig(_py_driver_sys_path=user_path),
-            log_to_driver=True,
             logging_level=logging.WARNING,
         )
     except (TypeError, ValueError) as error:
-        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
+        raise AttemptFailedError(f"Ray does not accept the configuration: {error}") from error
     except Exception as error:
         raise _lost(f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}") from error
     # ray.init replaces the handler of SIGTERM; the previous one ends the attempt in order.
@@ -77,9 +80,8 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
         return scaling
     from prefect_elastic_train.driver.ray_configs import resources_per_worker
 
-    problem = ""
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
-        problem = (
+        raise AttemptFailedError(
             "label_selector and placement_strategy 'STRICT_SPREAD' require nodes that others join, and the local "
             "cluster is one node without labels; leave them at their defaults, or join another cluster"
         )
@@ -87,16 +89,23 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
     for name, amount in resources_per_worker(scaling).items():
         available = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
         if amount * scaling.min_workers > available:
-            problem = (
+            raise AttemptFailedError(
                 f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
                 f"cluster on this machine has {available:g} for them; lower min_workers or resources_per_worker, set "
                 "num_cpus or num_gpus, or join a larger cluster"
             )
-        elif amount:
+        if amount:
             max_workers = min(max_workers, int(available / amount))
-    if problem:
-        raise AttemptFailedError(problem, outcome=Outcome.INVALID)
     return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
+
+
+def error_within(seconds: float, action: Callable[[], object]) -> BaseException | None:
+    """Run an action in a thread, and return its error; None if it succeeds, a TimeoutError if it takes too long.
+
+    The thread of an action that takes too long is left to itself.
+    """
+    future = ThreadPoolExecutor(1).submit(action)
+    return TimeoutError("no answer") if wait([future], seconds).not_done else future.exception()
 
 
 def _cluster_address(spec: DriverSpec) -> str:
@@ -104,11 +113,11 @@ def _cluster_address(spec: DriverSpec) -> str:
         return os.environ["RAY_ADDRESS"]  # set by Ray for its jobs
     if spec.cluster.address != "auto":
         return spec.local_address or spec.cluster.address
-    from prefect_elastic_train.driver.ray_cluster import find_address
+    from ray._private.services import canonicalize_bootstrap_address_or_die
 
     try:
-        return find_address()
-    except (ConnectionError, ValueError, OSError) as error:
+        return str(canonicalize_bootstrap_address_or_die("auto"))
+    except (ValueError, OSError) as error:
         raise _lost(
             f"address 'auto' finds no single Ray cluster on this machine ({error}); give its address in the RayCluster"
         ) from error
@@ -120,33 +129,29 @@ def _check_head(address: str, timeout: float) -> None:
     Raises:
         AttemptFailedError: No Ray head answers within the time limit, or it refuses the token.
     """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
-    from prefect_elastic_train.driver.ray_cluster import try_head
-
     host, _, port = address.rpartition(":")
+
+    def request() -> None:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+        GcsClient(address=address).internal_kv_keys(b"session_name", timeout=5)
+
     deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _lost(
-                    f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
-                    "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto'"
-                ) from error
-            time.sleep(0.1)
-    problem = try_head(address, timeout)
+    problem = error_within(timeout, request)
+    while isinstance(problem, OSError) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        problem = error_within(timeout, request)
     if isinstance(problem, AuthenticationError):
         raise AttemptFailedError(
-            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
-            outcome=Outcome.INVALID,
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
         )
     if problem is not None:
         raise _lost(
-            f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
-            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster"
+            f"no Ray cluster answers at {address} ({problem}; tried for {timeout:g} s). Start one there with "
+            "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto': it is "
+            "that of the head's GCS, not of its dashboard"
         ) from problem
 
 

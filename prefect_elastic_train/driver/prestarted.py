@@ -26,7 +26,6 @@ def wait_for_spec(framework: str) -> Path:
     closed instead, or if the machine is short of memory.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import_ahead(["ray"])
     if memory_left() < 0 and not select.select([sys.stdin], [], [], 0)[0]:
         os._exit(0)
     import_ahead((*_FRAMEWORK_MODULES.get(framework, ()), *_OWN_MODULES))

@@ -22,7 +22,7 @@ def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     accelerator_type = scaling.accelerator_type
     # For TPUs, use Ray's spelling and complete the resources: Ray completes them only if none are given, and
     # differently where it counts (a worker without CPU takes none) and where it reserves a slice (it takes one).
-    if scaling.accelerator == "tpu" or scaling.topology:
+    if scaling.accelerator == "tpu":
         from prefect_elastic_train.core.tpu_slices import slice_shape, tpu_accelerator_type
 
         if scaling.topology:
@@ -39,7 +39,7 @@ def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
         use_tpu=scaling.accelerator == "tpu",
         resources_per_worker=resources or None,
         placement_strategy=scaling.placement_strategy,
-        label_selector=dict(scaling.label_selector) or None,
+        label_selector=scaling.label_selector or None,
         accelerator_type=accelerator_type or None,
         topology=topology or None,
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,

@@ -4,6 +4,7 @@ Uses ``ray.train.v2._internal``: ``fit()`` starts its controller in ``_initializ
 public parameter for the controller's class, its policies or its internal callbacks.
 """
 
+import logging
 import os
 from collections.abc import Callable, Coroutine, Generator
 from pkgutil import resolve_name
@@ -11,6 +12,7 @@ from typing import Any
 
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -27,6 +29,8 @@ from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import RunStore
 from prefect_elastic_train.worker.checkpoints import to_json_values
 from prefect_elastic_train.worker.worker_callbacks import NoDatasets
+
+logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: Ray Train's trainers by framework.
 TRAINERS = {
@@ -58,10 +62,15 @@ class _ElasticTrainerMixin:
         )
 
     def _get_train_func(self) -> Callable[[], None]:
-        """Return a train loop that drops the user loop's return value, which Ray Train may be unable to send."""
+        """Return a train loop that checks that its node shares the storage, and drops the user loop's return value.
+
+        Ray Train may be unable to send that value.
+        """
         loop = super()._get_train_func()  # type: ignore[misc]
 
         def train() -> None:
+            storage = get_train_context().storage_context
+            storage.storage_filesystem.create_dir(storage.experiment_fs_path)  # it only checks that the run is there
             value = loop()
             if isinstance(value, Coroutine | Generator):
                 raise TypeError(
@@ -73,11 +82,10 @@ class _ElasticTrainerMixin:
     def _create_default_callbacks(self) -> list[Any]:
         # Ray removes placement groups with the job of their driver. The cleaner may ask another cluster on the same
         # host whether the controller lives, and remove a living group.
+        dropped = PlacementGroupCleanerCallback if self.datasets else PlacementGroupCleanerCallback | DatasetsCallback
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-        callbacks = [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
-        if self.datasets:
-            return callbacks
-        return [NoDatasets() if isinstance(callback, DatasetsCallback) else callback for callback in callbacks]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, dropped)]
+        return callbacks if self.datasets else [*callbacks, NoDatasets()]
 
 
 def make_trainer(
@@ -111,7 +119,10 @@ def make_trainer(
         arguments["torch_config" if framework == "torch" else "backend_config"] = payload.torch_config
     base = resolve_name(TRAINERS[framework])
     trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)
-    has_standbys = not spec.can_fork and standby.can_use_standbys(scaling, framework)
+    standby_mode = "off" if spec.can_fork else scaling.standby
+    if standby_mode != "off" and not standby.can_use_standbys(scaling, framework):
+        standby_mode = "off"
+        logger.warning("standby workers are disabled: they are supported on CPUs, and on GPUs with torch")
     trainer._controller_settings = ControllerSettings(
         receiver=receiver,
         store=store,
@@ -120,6 +131,6 @@ def make_trainer(
         scaling=scaling,
         failures=spec.failures,
         requester_id="" if spec.is_alone else requester_id(store),
-        standby=scaling.standby if has_standbys else "off",
+        standby=standby_mode,
     )
     return trainer

@@ -95,16 +95,12 @@ def loop_in_module(module: ModuleType, function_name: str, path: str) -> Callabl
     Error messages show the user's `path`.
 
     Raises:
-        ConfigurationError: There is no such object, or it cannot be called.
+        ConfigurationError: There is no such object.
     """
     try:
         loop: Callable[..., Any] = operator.attrgetter(function_name)(module)
     except AttributeError as error:
         raise ConfigurationError(f"train loop {path!r}: {module.__name__!r} has no {function_name!r}") from error
-    if not callable(loop):
-        raise ConfigurationError(
-            f"train loop {path!r} is a {type(loop).__name__}; it must be a function of no argument or of the config"
-        )
     return loop
 
 
@@ -114,6 +110,8 @@ def check_loop(loop: Any) -> None:
     Raises:
         ConfigurationError: It is not such a function.
     """
+    if not callable(loop):
+        raise ConfigurationError(f"the train loop must be a function or an import path, got {loop!r:.100}")
     name = getattr(loop, "__name__", loop)
     if inspect.iscoroutinefunction(loop) or inspect.isgeneratorfunction(loop) or inspect.isasyncgenfunction(loop):
         raise ConfigurationError(
@@ -122,7 +120,7 @@ def check_loop(loop: Any) -> None:
         )
     try:
         signature = inspect.signature(loop)
-    except (TypeError, ValueError):
+    except ValueError:  # it is not written in Python
         return
     for arguments in ((), ("config",)):
         with suppress(TypeError):

@@ -136,10 +136,8 @@ def pickle_payload(payload: Payload) -> bytes:
     if isinstance(loop, str):
         if not re.fullmatch(r"[\w.]+:[\w.]+", loop):
             raise ConfigurationError(f"train loop {loop!r} is no import path; write 'package.module:function'")
-    elif callable(loop):
-        check_loop(loop)
     else:
-        raise ConfigurationError(f"the train loop must be a function or an import path, got {type(loop).__name__}")
+        check_loop(loop)
     for name, dataset in payload.datasets.items() if isinstance(payload.datasets, dict) else ():
         if not getattr(dataset, "has_serializable_lineage", lambda: True)():
             raise ConfigurationError(

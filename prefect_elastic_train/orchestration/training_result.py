@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.outcomes import CheckpointGoneError, ConfigurationError
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
+from prefect_elastic_train.core.settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.opening import Storage
 

@@ -47,14 +47,16 @@ class Begun:
     run_id: str
 
 
-def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | None = None) -> Begun | EndedRecord:
+def begin_attempt(
+    store: RunStore, spec: DriverSpec, seed: Callable[[], list[str]] | None = None
+) -> Begun | EndedRecord:
     """Start an attempt that takes over the run of the spec; or, if the run is completed, return the record of its end.
 
     Args:
         store: The run directory.
         spec: The spec of the driver, with the owner of the attempt.
-        seed: Copies the checkpoint of another run that a new run starts from; called at most once, if the run has no
-            commit.
+        seed: Copies the checkpoint of another run that a new run starts from, and returns messages for the user; called
+            at most once, if the run has no commit.
 
     Raises:
         AttemptFailedError: The run belongs to another flow run or is not the same training, or a budget is exhausted.
@@ -75,7 +77,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         counted = _check_budgets(run, spec)
         point = run.resume_point  # raises if commits are lost: then no copy may replace them
         if seed and not newest:
-            seed()
+            notes += seed()
             seed = None
             continue
         attempt = run.next_attempt_number

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.storage_settings import (
+from prefect_elastic_train.core.settings import (
     FsspecStorageSettings,
     LocalStorageSettings,
     S3StorageSettings,

@@ -15,7 +15,7 @@ from aiobotocore.session import AioSession
 from botocore.loaders import create_loader
 from fsspec.asyn import sync_wrapper
 
-from prefect_elastic_train.core.storage_settings import S3StorageSettings
+from prefect_elastic_train.core.settings import S3StorageSettings
 from prefect_elastic_train.storage.fault_classes import diagnose
 from prefect_elastic_train.storage.object_store import PART_BYTES
 from prefect_elastic_train.storage.retries import Retries

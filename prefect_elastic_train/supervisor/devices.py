@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.request import DriverSpec
 
 #: After a random part: UUID of the GPU, process id of the flow, and run name.
@@ -58,8 +58,7 @@ class DeviceClaims:
         if gpus and least > len(gpus):
             raise AttemptFailedError(
                 f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: "
-                f"{', '.join(gpus)}. Lower min_workers or num_gpus",
-                outcome=Outcome.INVALID,
+                f"{', '.join(gpus)}. Lower min_workers or num_gpus"
             )
         try:
             with _bind("lock"):  # one process at a time reads the claims and makes its own

@@ -25,7 +25,7 @@ from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
@@ -98,7 +98,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         with _unexpected_answers():
             version = str(self._do_request("GET", "/api/version").json()["ray_version"])
         if version.split(".")[:2] != ray.__version__.split(".")[:2]:
-            raise _refused(
+            raise RefusedError(
                 f"the cluster at {self.get_address()} runs Ray {version} and the flow Ray {ray.__version__}; use the "
                 "same minor version"
             )
@@ -152,7 +152,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except requests.RequestException as error:  # Ray's client cannot read the answer
             raise UnreachableError(f"{type(error).__name__}: {error}") from None
         except Exception as error:
-            raise _refused(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
+            raise RefusedError(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
 
     def stop(self, submission_id: str) -> JobStatus:
         """Request that the cluster stops a Ray job, unless it has ended, and return its status.
@@ -196,7 +196,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             answer: requests.Response = super()._do_request(method, endpoint, **options)
             return answer
         except AuthenticationError as error:
-            raise _refused(
+            raise RefusedError(
                 f"the Ray cluster at {self.get_address()} refused the token ({str(error).splitlines()[0]}), or there "
                 "is none; give its token as auth_token of the RayCluster"
             ) from error
@@ -208,14 +208,10 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     def _raise_error(self, answer: requests.Response) -> None:
         problem = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[-300:]}"
         if answer.status_code == 400:
-            raise _refused(f"Ray does not accept the job: {problem}")
+            raise RefusedError(f"Ray does not accept the job: {problem}")
         if re.fullmatch(r"Job \S+ does not exist", answer.text.strip()):
             raise UnknownJobError(problem)
         raise UnreachableError(f"{_NO_DASHBOARD}: {problem}" if answer.status_code == 404 else problem)
-
-
-def _refused(message: str) -> RefusedError:
-    return RefusedError(message, outcome=Outcome.INVALID)
 
 
 def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
@@ -227,7 +223,7 @@ def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
     loader.reset_cache()  # the token may be in a file that changes
     token = (cluster.auth_token.get_secret_value() or loader.get_raw_token(ignore_auth_mode=True)).strip()
     if not re.fullmatch("[!-~]*", token):
-        raise _refused(
+        raise RefusedError(
             "the cluster's token holds characters that no token has, such as spaces or line ends; copy it again"
         )
     # None is not sent, and keeps Ray from adding a token by itself.

@@ -103,8 +103,7 @@ class JobDriver(DriverHandle):
                 raise AttemptFailedError(
                     f"job {running.submission_id} still trains run {request.run_name!r} with another "
                     f"train_loop_config. End it with `ray job stop {running.submission_id}` and retry, or wait for its "
-                    "end",
-                    outcome=Outcome.INVALID,
+                    "end"
                 )
             self.job = running
             self._received_until = self._received_until or self.follower.logged_until()

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.core.settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore

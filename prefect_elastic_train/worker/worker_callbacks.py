@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 import ray
+from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
-from prefect_elastic_train.core.ray_output import silence_ray_train
 from prefect_elastic_train.loop import restart_notice
 from prefect_elastic_train.loop.context import RunContext, set_run_context
 from prefect_elastic_train.storage.retries import operation
@@ -127,6 +127,20 @@ class NoDatasets(WorkerGroupCallback):  # type: ignore[misc]
         raise KeyError(
             f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
         )
+
+
+def silence_ray_train() -> None:
+    """Let Ray Train log only warnings in this worker, to its files, and print the loop's log records with their level.
+
+    By default it logs each report and the loop's exceptions, and prints log records without their level.
+    """
+    logger = logging.getLogger("ray.train")
+    logger.setLevel(logging.WARNING)
+    ray_context.logger.parent = logger  # named by its file, not its module, so its records would reach the root logger
+    for handler in logging.root.handlers:
+        if hasattr(handler, "plain_handler"):  # the console, which the loop keeps
+            handler.plain_handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+            logger.removeHandler(handler)
 
 
 def set_gloo_interface() -> None:

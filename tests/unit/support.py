@@ -18,8 +18,13 @@ from prefect_elastic_train.controller.controller_state import ControllerSettings
 from prefect_elastic_train.controller.event_queue import ReceiverAddress
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
-from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+)
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt

@@ -25,7 +25,7 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.rank_files import rank_file
@@ -262,7 +262,7 @@ def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_
 ) -> None:
     _trained(storage, "mine")
     secret, old = _trained(storage, "secret"), _trained(storage, "old")
-    record = (old.read(layout.attempt_name(1)) or b"").replace(b'"schema_version": 2', b'"schema_version": 1')
+    record = (old.read(layout.attempt_name(1)) or b"").replace(b'"schema_version":2', b'"schema_version":1')
     old.replace(layout.attempt_name(1), record)
     scandir = os.scandir
 
@@ -506,7 +506,7 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
 
     def take_over() -> None:
         begun = store.read(layout.attempt_name(2)) or b""
-        store.create(layout.attempt_name(3), begun.replace(b'"attempt": 2', b'"attempt": 3'))
+        store.create(layout.attempt_name(3), begun.replace(b'"attempt":2', b'"attempt":3'))
 
     with pytest.raises(RunChangedError, match="run mnist was started again while it was deleted"):
         list(delete_planned(happening_before(store, "delete b", take_over), plan_run(RunDirectory(store), DAY)))

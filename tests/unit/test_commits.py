@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import FencedOffError, check_fence, restore_snapshot
@@ -112,6 +112,9 @@ def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monke
     late.read = read  # type: ignore[method-assign]
     check_fence(late, 1)
     assert reads == [layout.attempt_name(1)] * 3
+    late.read = lambda name: None  # type: ignore[method-assign]
+    with pytest.raises(StorageFaultError, match="does not see attempt 1 of this run"):
+        check_fence(late, 1)
 
 
 def test_foreign_objects_are_no_attempts_and_no_commits_and_numbers_beyond_the_padding_are(store: RunStore) -> None:

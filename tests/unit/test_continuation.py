@@ -79,10 +79,9 @@ class Nights:
 
     def start(self, wanted: RunRequest) -> tuple[Begun, list[str]]:
         """Begin a run as a driver does; return what the user is told, too."""
-        notes: list[str] = []
         store = self.storage.run(wanted.run_name)
-        begun = begin(store, wanted, seed=lambda: notes.extend(copy_source(self.storage, wanted, store)))
-        return begun, notes
+        begun = begin(store, wanted, seed=lambda: copy_source(self.storage, wanted, store))
+        return begun, begun.notes
 
 
 @pytest.fixture

@@ -26,14 +26,13 @@ from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest, write_spec
-from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.settings import ClusterSettings, LocalStorageSettings, ScalingSettings
 from prefect_elastic_train.driver import attempt, event_relay
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
 from prefect_elastic_train.driver.event_relay import EventOutput
 from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
-from prefect_elastic_train.driver.user_code import check_loop, load_payload
+from prefect_elastic_train.driver.user_code import load_payload
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.fingerprints import fingerprint
@@ -51,21 +50,8 @@ def _spec(payload: bytes = b"", **settings: Any) -> DriverSpec:
 class _Callable:
     """An object that is called as a loop."""
 
-    def __call__(self, config: dict[str, Any]) -> None:
-        """Train."""
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda config, extra=1: None,
-        lambda config, *arguments, **more: None,
-        _Callable(),
-        functools.partial(lambda config, other: None, other=1),
-    ],
-)
-def test_a_loop_of_nothing_or_of_the_config_is_accepted(loop: Any) -> None:
-    check_loop(loop)
+    def __call__(self, config: dict[str, Any]) -> str:
+        return "called"
 
 
 def test_a_cluster_that_does_not_answer_at_the_address_of_the_environment_is_told_as_such(
@@ -91,7 +77,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("loop", "returned"),
-    [(lambda config: "sent", "sent"), ("a_users_loops:loop", "plain"), ("a_users_loops:Trainer.loop", "nested")],
+    [
+        (lambda config, extra="sent": extra, "sent"),
+        (lambda config, *arguments, **more: "sent", "sent"),
+        (functools.partial(lambda config, other: other, other="bound"), "bound"),
+        (_Callable(), "called"),
+        ("a_users_loops:loop", "plain"),
+        ("a_users_loops:Trainer.loop", "nested"),
+    ],
 )
 def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_the_flow_found_it(
     folder: str, loop: Any, returned: str
@@ -105,7 +98,7 @@ def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_
         (b"torn", "cannot load train loop 'loop'"),
         (Payload("nowhere:loop"), "'nowhere:loop'.*'nowhere'.*ModuleNotFoundError"),
         (Payload("a_users_loops:Trainer.missing"), "'a_users_loops'.*no 'Trainer.missing'"),
-        (Payload("a_users_loops:NUMBER"), "is a int.*must be a function"),
+        (Payload("a_users_loops:NUMBER"), "must be a function or an import path, got 7"),
         (Payload("broken_loops:loop"), "cannot be imported.*RuntimeError: no licence"),
         (Payload(lambda config, other: None), r"parameters \(config, other\); it may require none"),
         (Payload(lambda *, config: None), r"parameters \(config\)"),
@@ -242,9 +235,6 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
         return output.read_text().count('"controller_alive"') - before
 
     assert heartbeats_during(driver.begin) > 3
-    with monkeypatch.context() as slow:
-        slow.setattr(attempt, "newest_attempt_number", lambda store: time.sleep(0.2) or 1)
-        assert heartbeats_during(driver.find_successor) > 3
     ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={})
     began = time.monotonic()
     assert heartbeats_during(lambda: driver.close(ended)) > 3
@@ -284,7 +274,7 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     second.write_text(json.dumps(record))
     driver.close(AttemptEnded(outcome=Outcome.DRIVER_LOST))
     wait_for(lambda: f'"outcome":"{outcome}"' in (tmp_path / "output").read_text(), 10, "the final event")
-    assert patience[:2] == [1.0, 1.0]
+    assert patience[0] == 1.0
 
 
 def test_nothing_is_written_where_the_storage_of_a_run_that_had_begun_is_missing(tmp_path: Path) -> None:

@@ -226,9 +226,9 @@ def test_a_report_is_published_as_progress_and_a_commit_as_lifecycle_without_ano
     assert (state.commit_count, state.checkpoint) == (1, "ckpt-1")
     first, commit = controller.heard()
     assert isinstance(first, ev.Reported)
-    assert (first.metrics, first.droppable) == ({"loss": 1}, True)
+    assert first.metrics == {"loss": 1}
     assert isinstance(commit, ev.CheckpointCommitted)
-    assert (commit.metrics, commit.droppable) == ({"loss": 0.5}, False)
+    assert commit.metrics == {"loss": 0.5}
     assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", len("weights of ckpt-1"))
 
 
@@ -249,7 +249,7 @@ def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(c
             traceback=f"WorkerHealthCheckFailedError: {died}",
         ),
     ]
-    assert (failure.retried, failure.reports_lost, failure.droppable) == (True, 3, False)
+    assert (failure.retried, failure.reports_lost) == (True, 3)
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])

@@ -13,6 +13,7 @@ from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.causes import Cause, describe_causes, format_ranks, last_error_line, short_message
 from prefect_elastic_train.core.events import WorkerFailed, decode_event, encode_event
 from prefect_elastic_train.orchestration.logs import RunLog
+from prefect_elastic_train.worker.worker_callbacks import silence_ray_train
 
 DEATH = """ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
@@ -175,7 +176,7 @@ def test_ray_train_is_silent_in_a_worker_and_the_loops_log_records_have_their_le
         (context.logger, "parent", context.logger.parent),
     ):
         monkeypatch.setattr(owner, name, value)
-    ray_output.silence_ray_train()
+    silence_ray_train()
     context.logger.warning("Reporting training result 1")
     assert not caplog.records  # it would reach the root
     assert [context.logger.isEnabledFor(level) for level in (logging.INFO, logging.WARNING)] == [False, True]

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRu
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.settings import LocalStorageSettings
 from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.driver.trainer import _ElasticTrainerMixin
 from prefect_elastic_train.worker.rank_failures import failure_text
@@ -79,7 +79,13 @@ if sys.version_info >= (3, 11):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
+def storage() -> SimpleNamespace:
+    """The run directory of the loop's worker."""
+    return SimpleNamespace(create_dir=lambda path: None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, storage: SimpleNamespace) -> Callable[[Any], bytes]:
     """Run a loop in a worker of Ray Train's, and return its last status as it is sent to the controller."""
 
     def run_loop(loop: Any) -> bytes:
@@ -88,6 +94,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], bytes]:
             execution_context=SimpleNamespace(result_queue=queue.Queue(), training_thread_runner=runner),
             preemption_context=PreemptionContext(),
             checkpoint_upload_threadpool=ThreadPoolExecutor(),
+            storage_context=SimpleNamespace(storage_filesystem=storage, experiment_fs_path="/runs/mnist"),
             get_world_rank=lambda: 0,
         )
         monkeypatch.setattr(context, "_train_context", train_context)
@@ -123,8 +130,26 @@ def test_what_a_loop_raises_is_a_user_error_in_its_own_words_with_its_traceback(
     assert len(text) < 200_000
 
 
-def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run: Callable[[Any], bytes]) -> None:
-    def save() -> None:
+def test_an_exception_whose_class_only_workers_have_is_told_too(
+    run: Callable[[Any], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType("workers_only")
+    exec("class DataError(Exception): pass", module.__dict__)
+    with monkeypatch.context() as worker:
+        worker.setitem(sys.modules, "workers_only", module)
+
+        def loop() -> None:
+            raise module.DataError("torn shard")
+
+        sent = run(loop)
+    ended = final_event_of_error(pickle.loads(_of_controller(sent)), STORAGE)
+    assert "rank 0: workers_only.DataError: torn shard" in ended.message
+
+
+def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(
+    run: Callable[[Any], bytes], storage: SimpleNamespace
+) -> None:
+    def save(path: str = "") -> None:
         raise StorageFaultError("no room", kind="no space", permanent=True)
 
     def call() -> None:
@@ -132,6 +157,9 @@ def test_a_fault_of_the_storage_and_the_death_of_an_actor_stay_what_they_are(run
 
     ends = [final_event_of_error(pickle.loads(_of_controller(run(loop))), STORAGE).outcome for loop in (save, call)]
     assert ends == [Outcome.STORAGE_ERROR, Outcome.CLUSTER_LOST]
+    storage.create_dir = save  # as on a node that does not share it
+    ended = final_event_of_error(pickle.loads(_of_controller(run(lambda: pytest.fail("it trains")))), STORAGE)
+    assert (ended.outcome, ended.message) == (Outcome.STORAGE_ERROR, "no room")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from s3fs import S3FileSystem
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import S3StorageSettings
+from prefect_elastic_train.core.settings import S3StorageSettings
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, remove_leftovers
 from prefect_elastic_train.runs.run_directory import RunDirectory

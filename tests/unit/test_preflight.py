@@ -1,9 +1,7 @@
 """Trying a storage before training: what is found, how it is said, and that nothing is left behind."""
 
-import dataclasses
 import errno
 import os
-import pickle
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage import preflight as preflight_module
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import PREFIX, preflight
@@ -28,31 +26,25 @@ def _left(storage: Storage) -> list[str]:
 
 
 def _refusal(settings: Any, kind: str, permanent: bool = True) -> str:
-    """Return why a storage is refused, by the driver or by a node."""
-    with pytest.raises(StorageFaultError) as refused, preflight(settings) as probe:
-        probe.try_from("node")
+    """Return why a storage is refused."""
+    with pytest.raises(StorageFaultError) as refused:
+        preflight(settings)
     assert (refused.value.kind, refused.value.permanent) == (kind, permanent)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
-def test_a_storage_that_is_fit_passes_from_each_machine_and_nothing_is_left(storage: Storage) -> None:
+def test_a_storage_that_is_fit_passes_and_nothing_is_left(storage: Storage) -> None:
     storage.run("mnist").replace("a", b"x")
-    with preflight(storage.settings) as probe, preflight(storage.settings) as another:
-        pickle.loads(pickle.dumps(probe)).try_from("node-1")
-        another.try_from("node-1")
-        assert len(_left(storage)) == 2, "a machine left something"
-        assert not any(name.startswith(PREFIX) for name in storage.run_names()), "taken for a run"
+    preflight(storage.settings)
     assert _left(storage) == []
     assert storage.run("mnist").read("a") == b"x"
-    with pytest.raises(StorageFaultError, match="late cannot read"):
-        probe.try_from("late")
 
 
 def test_a_directory_that_cannot_be_used_is_said_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "runs").write_bytes(b"x")
-    with pytest.raises(OSError, match=f"{tmp_path}/runs"), preflight(LocalStorageSettings(path=str(tmp_path / "runs"))):
-        pass
+    with pytest.raises(OSError, match=f"{tmp_path}/runs"):
+        preflight(LocalStorageSettings(path=str(tmp_path / "runs")))
     reason = _refusal(LocalStorageSettings(path="/sys/runs"), "read-only")  # not even root may write there
     assert "/sys/runs" in reason
     assert "give this user write permission, or use another path" in reason
@@ -65,16 +57,6 @@ def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytes
     monkeypatch.setattr(os, "link", refuse)
     assert "use a disk, NFS, or a store" in _refusal(disk.settings, "not supported")
     assert _left(disk) == []
-
-
-def test_a_machine_that_does_not_see_the_directory_is_named(disk: Storage, tmp_path: Path) -> None:
-    elsewhere = disk.settings.model_copy(update={"path": str(tmp_path)})
-    with preflight(disk.settings) as probe:
-        there = dataclasses.replace(probe, store=Storage(elsewhere).run("mnist"))
-        with pytest.raises(StorageFaultError, match="node-7 cannot read the file that the driver wrote") as refused:
-            there.try_from("node-7")
-    assert (refused.value.kind, refused.value.permanent) == ("not shared", True)
-    assert list(tmp_path.iterdir()) == []
 
 
 class Unfit(MemoryFileSystem):  # type: ignore[misc]
@@ -127,8 +109,8 @@ def test_a_store_that_does_not_do_what_a_run_needs_is_refused(unfit: FsspecStora
 
 
 def test_a_store_without_its_package_is_refused_with_the_package() -> None:
-    with pytest.raises(ConfigurationError, match="gcsfs"), preflight(FsspecStorageSettings(url="gs://my-bucket/runs")):
-        pass
+    with pytest.raises(ConfigurationError, match="gcsfs"):
+        preflight(FsspecStorageSettings(url="gs://my-bucket/runs"))
 
 
 @pytest.mark.parametrize(

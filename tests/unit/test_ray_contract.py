@@ -51,7 +51,7 @@ ALLOWED = (
     "controller/",
     "worker/",
     "driver/trainer.py",
-    "driver/ray_cluster.py",
+    "driver/joining.py",
     "driver/ray_configs.py",
     "core/tpu_slices.py",
     "supervisor/job_client.py",

@@ -44,35 +44,6 @@ def inbox() -> Iterator[Inbox]:
         yield inbox
 
 
-class LateReceiver:
-    """A port that nobody listens at until it is told to."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.settimeout(10)
-        self.address = ReceiverAddress(self._socket.getsockname()[1], "key")
-
-    def lines(self, count: int) -> list[bytes]:
-        """Listen, return so many lines of what arrives, and break the connection off."""
-        self._socket.listen()
-        connection, _ = self._socket.accept()
-        connection.settimeout(10)
-        with connection, connection.makefile("rb") as file:
-            return [file.readline() for _ in range(count)]
-
-    def close(self) -> None:
-        """Be gone."""
-        self._socket.close()
-
-
-@pytest.fixture
-def late() -> Iterator[LateReceiver]:
-    """A port that nobody listens at yet."""
-    with closing(LateReceiver()) as late:
-        yield late
-
-
 def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_that_cannot_be_written(
     inbox: Inbox,
 ) -> None:
@@ -100,33 +71,44 @@ def test_a_sender_without_the_key_is_not_heard_and_what_is_no_event_is_told_and_
     inbox.finish(5)
     assert inbox.states() == ["good"]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "cannot be read and is lost: b'nonsense'" in caplog.text
+    assert "cannot be read and is lost: b'nonsense" in caplog.text
     with closing(Inbox()) as other:
         assert other.address.key != own
 
 
 def test_progress_is_dropped_and_lifecycle_is_not_until_a_sender_finds_its_driver_and_again_when_it_is_gone(
-    late: LateReceiver, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sender = EventSender(late.address)
-    started = time.monotonic()
-    for number in range(3000):
-        sender.put(ev.ControllerAlive(doing="RUNNING", seconds=number))
     lifecycle = [ev.StateChanged(state=str(number)) for number in range(50)]
-    for event in lifecycle:
-        sender.put(event)
-    assert time.monotonic() - started < 2, "sending held up the controller"
-    key, *lines = late.lines(1 + 1000 + 50)
-    assert key == b"key\n"
-    events = [ev.decode_event(line) for line in lines]
-    assert [event.seconds for event in events[:1000] if isinstance(event, ev.ControllerAlive)] == [*range(1000)]
-    assert events[1000:] == lifecycle
-    for number in range(5):  # what is on its way when a connection breaks may be lost
-        sender.put(ev.StateChanged(state=f"later-{number}"))
-        time.sleep(0.02)
-    key, line = late.lines(2)
-    assert (key, b"later-" in line) == (b"key\n", True)
-    late.close()
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))  # nobody listens yet
+        late.settimeout(10)
+
+        def lines(count: int) -> list[bytes]:
+            """Listen, return so many lines of what arrives, and break the connection off."""
+            late.listen()
+            connection, _ = late.accept()
+            connection.settimeout(10)
+            with connection, connection.makefile("rb") as file:
+                return [file.readline() for _ in range(count)]
+
+        sender = EventSender(ReceiverAddress(late.getsockname()[1], "key"))
+        started = time.monotonic()
+        for number in range(3000):
+            sender.put(ev.ControllerAlive(doing="RUNNING", seconds=number))
+        for event in lifecycle:
+            sender.put(event)
+        assert time.monotonic() - started < 2, "sending held up the controller"
+        key, *rest = lines(1 + 1000 + 50)
+        assert key == b"key\n"
+        events = [ev.decode_event(line) for line in rest]
+        assert [event.seconds for event in events[:1000] if isinstance(event, ev.ControllerAlive)] == [*range(1000)]
+        assert events[1000:] == lifecycle
+        for number in range(5):  # what is on its way when a connection breaks may be lost
+            sender.put(ev.StateChanged(state=f"later-{number}"))
+            time.sleep(0.02)
+        key, line = lines(2)
+        assert (key, b"later-" in line) == (b"key\n", True)
     sender.put(ev.StateChanged(state="unheard"))
     started = time.monotonic()
     sender.close(0.3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train import StorageFaultError
-from prefect_elastic_train.core.storage_settings import S3StorageSettings
+from prefect_elastic_train.core.settings import S3StorageSettings
 from prefect_elastic_train.storage.opening import Storage
 from tests.support.s3 import FaultProxy, MotoServer
 

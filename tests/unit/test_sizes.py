@@ -12,9 +12,8 @@ import pytest
 from prefect_elastic_train import TrainingResult
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event, Report, decode_event, encode_event
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings
+from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, LocalStorageSettings
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.event_relay import EventOutput
 from prefect_elastic_train.orchestration import prefect_events

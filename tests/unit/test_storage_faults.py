@@ -23,7 +23,7 @@ from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
 from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.storage import retries as retries_module
 from prefect_elastic_train.storage.fault_classes import Fault, diagnose

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from prefect_elastic_train.blocks.lookup import chosen_block
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import Storage
 
 SECRET = "hush-hush-hush"
