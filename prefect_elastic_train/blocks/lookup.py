@@ -1,7 +1,7 @@
 """Find the block of an argument: a saved one by its name, the profile's, or the default of the settings."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
@@ -11,8 +11,6 @@ from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core import storage_settings
 from prefect_elastic_train.core.operator_settings import get_settings, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
-
-AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
 
@@ -34,7 +32,7 @@ BLOCK_TYPES: dict[str, tuple[type[TrainingBlock], ...]] = {
 }
 
 
-def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
+def find_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock | None:
     """Return the saved block of one of the types with this name; None if there is none.
 
     The name is ``"<block type>/<name>"``, or the name alone.
@@ -43,14 +41,12 @@ def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
         ConfigurationError: The name is ambiguous, the block cannot be loaded, or it holds a value that is not allowed.
     """
     slug, _, short = name.rpartition("/")
-    matches: list[AnyBlock] = []
+    matches: list[TrainingBlock] = []
     for block_type in types:
         if slug not in ("", block_type.get_block_type_slug()):
             continue
         try:
             matches.append(block_type.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
-        except ConfigurationError:
-            raise
         except ValueError as error:
             if not isinstance(error.__cause__, ObjectNotFound):
                 raise ConfigurationError(
@@ -63,7 +59,7 @@ def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
     return matches[0] if matches else None
 
 
-def load_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
+def load_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock:
     """Return the saved block of one of the types with this name, ``"<block type>/<name>"`` or the name alone.
 
     Raises:
@@ -87,7 +83,7 @@ def saved_name(block: TrainingBlock) -> str:
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
-def reference_to(block: TrainingBlock) -> dict[str, dict[str, str]]:
+def reference_to(block: TrainingBlock) -> dict[str, Any]:
     """Return the reference to a saved block for the parameters of a flow run, as Prefect's UI writes it."""
     return {"$ref": {"block_document_id": str(block._block_document_id)}}
 

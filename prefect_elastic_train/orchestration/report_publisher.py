@@ -105,7 +105,7 @@ class Publisher:
         #: Times before which the progress, a plot or a frequent event is not written again.
         self._due_at: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self._artifacts: dict[str, uuid.UUID] = {}
-        self._plots: dict[str, str] = {}
+        self._picture = ""
         self._plot_interval = ARTIFACT_SECONDS
         #: True if the last update could not be written.
         self._has_failed = False
@@ -241,16 +241,16 @@ class Publisher:
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
         if report.reports and self._is_due("plot", math.inf):
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
-                self._put(client, "markdown", render(report, now, self._plots), summary)
+                self._put(client, "markdown", render(report, now, self._picture), summary)
             # No further plot if this one fails: matplotlib may be missing.
             with self._count_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
                 if self._state is not PublisherState.CLOSED:
-                    self._plots = draw(report, now)
+                    self._picture = draw(report, now)
                     self._due_at["plot"] = time.monotonic() + self._plot_interval
                     self._plot_interval = min(_IDLE_SECONDS, 2 * self._plot_interval)
-        self._put(client, "markdown", render(report, now, self._plots), summary)
+        self._put(client, "markdown", render(report, now, self._picture), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Create the run's Prefect artifact of this kind, or update the one that this object has created.
