@@ -27,8 +27,8 @@ class Tally(Counts, ser_json_inf_nan="constants"):
     #: Numbers, over all attempts, of the newest report and of the newest one with a commit.
     newest_report: int = 0
     committed_report: int = 0
-    #: Activity that the run is in: "startup", "restart", "resize", "waiting_for_capacity", "first", "second", "training"
-    #: or "stopped"; empty before the first attempt.
+    #: Activity that the run is in: one of ``_RUNNING``, "startup", "restart", "resize", "waiting_for_capacity" or
+    #: "stopped"; empty before the first attempt.
     phase: str = ""
     #: Reason why the worker group is started: "startup", "restart" or "resize".
     setup: str = "startup"

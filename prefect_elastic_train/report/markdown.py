@@ -14,7 +14,7 @@ from prefect_elastic_train.report.run_report import FAULTS, PACED, POSITIONS, TO
 def headline(report: RunReport) -> str:
     """Return the state of a run and its progress as text, such as ``Training: step 3 of 10 (30.0%)``."""
     state = report.state.capitalize()
-    return f"{state}: {report.progress.text}" if report.progress is not None else state
+    return f"{state}: {report.progress.text}" if report.progress else state
 
 
 def summary_line(report: RunReport, now: float) -> str:
@@ -59,7 +59,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
             if rate := report.rates.get(name):
                 number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
                 yield f"{number} {name.replace('_', ' ').rstrip('s')}s a second"
-    omitted = POSITIONS if progress is not None else TOTALS | {"samples"}
+    omitted = POSITIONS if progress else TOTALS | {"samples"}
     if metrics := _metrics(report.metrics, omitted):
         yield metrics
     if report.checkpoints:

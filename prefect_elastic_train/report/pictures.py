@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from prefect_elastic_train.report.markdown import one_line
 from prefect_elastic_train.report.run_report import FAULTS, RunReport
 
-_WIDTH = 6.9  # inches, the width of the column with artifacts in Prefect's UI
 _GRAY = "#7a808b"
 _BLUE = "#3b82f6"
 _RED = "#e5484d"
@@ -28,10 +27,11 @@ def draw(report: RunReport, now: float) -> str:
     if not report.world_sizes:
         return ""
     rows = (len(report.curves) + 1) // 2 + 1
-    figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
+    # The width in inches is that of the column with artifacts in Prefect's UI.
+    figure = Figure(figsize=(6.9, 1.9 * rows), layout="constrained")
     for position, (name, curve) in enumerate(report.curves.items(), start=1):
         _draw_metric(figure.add_subplot(rows, 2, position), name, curve.points)
-    _draw_workers(figure.add_subplot(rows, 1, rows), report, now)
+    _draw_workers(figure.add_subplot(rows, 2, (2 * rows - 1, 2 * rows)), report, now)
     out = io.BytesIO()
     figure.savefig(out, format="svg", transparent=True)
     return f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"

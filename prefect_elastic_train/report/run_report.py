@@ -307,9 +307,10 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             self.checkpoints[-1].size_bytes = event.size_bytes
             self.checkpoints_made += 1
         progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
-        if progress is not None:
+        numbers.pop("progress", None)  # it need not be one
+        if progress:
             self.progress = progress
-            numbers = numbers | {"progress": progress.fraction}
+            numbers["progress"] = progress.fraction
         self.paced_from = self.paced_from or (event.at, numbers)
         since, before = self.paced_from
         self.rates = {
@@ -330,7 +331,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         self.detail = _first_line(detail)
         if state not in _WITH_WORKERS:
             self._set_world(0)
-        if state == "completed" and self.progress is not None:  # many loops count from 0
+        if state == "completed" and self.progress:  # many loops count from 0
             self.progress = Progress(fraction=1.0, text=self.progress.text.partition(" (")[0])
 
     def _set_world(self, size: int) -> None:
