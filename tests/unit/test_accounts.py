@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[type[ev.Event], dict[str, Any]]] = {
     "group": (ev.WorkerGroupStarted, {"world_size": 2}),
     "first": (ev.FirstStep, {"world_size": 2}),
     "report": (ev.Reported, {"metrics": {}, "world_size": 2}),
-    "commit": (ev.CheckpointCommitted, {"checkpoint": "", "size_bytes": 1, "metrics": {}, "world_size": 2}),
+    "commit": (ev.CheckpointCommitted, {"size_bytes": 1, "metrics": {}, "world_size": 2}),
     "stalled": (ev.CheckpointStalled, {}),
     "ignored": (ev.LoopWarned, {"problem": "checkpoint-ignored", "message": "it"}),
     "failed": (ev.WorkerFailed, {"retried": True}),
@@ -42,6 +42,8 @@ def event(kind: str, at: float, **fields: Any) -> ev.Event:
     fields = {"at": at, **defaults, **fields}
     if kind == "started":
         fields = {"counted": fields["attempt"], **fields}
+    elif kind == "commit":
+        fields = {"checkpoint": f"checkpoint {at}", **fields}
     times = {"at", "driver_started_at", "checkpoint_at", "since"} & fields.keys()
     return made(**{**fields, **{name: T + float(fields[name]) for name in times}})
 

@@ -54,13 +54,13 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
     monkeypatch.setattr(examination, "_SECONDS", 0.1 if hangs else 5)
 
     def check() -> Iterator[examination.Finding]:
-        yield examination.fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
+        yield examination.fail("http://me:secret@host/api\nis away", "ask them")
         release.wait(30 if hangs else 0)
         raise KeyError("gone")
 
     first, second = examination.run_check("mine", check)
     release.set()
-    assert first == examination.Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine")
+    assert first == examination.Finding("fail", "http://***@host/api is away", "ask them", "mine")
     assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
@@ -91,16 +91,17 @@ def test_a_server_a_cluster_or_block_types_that_cannot_be_used_are_found(
     assert url in text or level == "warn"
 
 
-def test_without_a_server_the_versions_are_shown_and_the_rest_is_skipped(tmp_path: Path) -> None:
+def test_without_a_server_the_versions_are_shown_and_nothing_else_is_checked(tmp_path: Path) -> None:
     command = f"doctor --cluster prod --storage {tmp_path}/runs"
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         result = CliRunner().invoke(app, f"{command} --json")
         shown = CliRunner().invoke(app, command)
     told = json.loads(result.stdout)
     assert (result.exit_code, shown.exit_code, told["ok"]) == (1, 1, False), result.output
-    levels = {finding["check"]: finding["level"] for finding in told["findings"]}
-    skipped = dict.fromkeys(("blocks", "storage", "cluster"), "skip")
-    assert levels == {"versions": "ok", "server": "fail", **skipped}
+    assert [(finding["check"], finding["level"]) for finding in told["findings"]] == [
+        ("versions", "ok"),
+        ("server", "fail"),
+    ]
     for part in (
         f"ok   versions  Python {platform.python_version()}",
         f"ray {version('ray')}",

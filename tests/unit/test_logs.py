@@ -198,7 +198,7 @@ SAID: list[tuple[ev.Event, str]] = [
         ev.ClusterConnected(address="10.0.0.1:6379", resources={"CPU": 8.0, "GPU": 2.0}),
         "Connected to the Ray cluster at 10.0.0.1:6379 (8 CPUs, 2 GPUs)",
     ),
-    (_started(2), "Attempt 2: a new driver resumes from checkpoint ckpt-7; run directory /runs/mnist; its"),
+    (_started(2), "Attempt 2 starts from checkpoint ckpt-7; run directory /runs/mnist; its"),
     (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers start the loop; checkpoint a is offered"),
     (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), "!The loop never saves"),
     (ev.WorkersPreempted(retried=False), "!Preemption: a node was drained or reclaimed; "),
