@@ -4,9 +4,7 @@ import json
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,34 +14,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.doctor import examination
 from tests.unit import support
-
-
-@contextmanager
-def _answering(answers: dict[str, Any]) -> Iterator[str]:
-    """Run a server that answers some paths with JSON or an HTTP status, all others with 404."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = answers.get(self.path, 404)
-            body = json.dumps(answer).encode()
-            self.send_response(answer if isinstance(answer, int) else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+from tests.unit.test_jobs import Dashboard
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -68,13 +41,21 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
     ("check", "answers", "level", "parts"),
     [
         ("server", {}, "fail", ["404", "which ends with /api"]),
-        ("server", {"/admin/version": {"no": "version"}}, "fail", ["no compatible Prefect server", "ends with /api"]),
-        ("server", {"/admin/version": "2.20.0"}, "fail", ["client: 3.", "server: 2.20.0"]),
-        ("server", {"/admin/version": 401}, "fail", ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
+        (
+            "server",
+            {"GET /admin/version": (200, '{"no": "version"}')},
+            "fail",
+            ["no compatible Prefect server", "ends with /api"],
+        ),
+        ("server", {"GET /admin/version": (200, '"2.20.0"')}, "fail", ["client: 3.", "server: 2.20.0"]),
+        ("server", {"": (401, "")}, "fail", ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
         ("block_types", {}, "warn", ["elastic-scaling", "prefect block register"]),
         (
             "cluster",
-            {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []},
+            {
+                "GET /api/version": (200, '{"ray_version": "2.40.0", "session_name": "s"}'),
+                "GET /api/jobs/": (200, "[]"),
+            },
             "fail",
             ["runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"],
         ),
@@ -83,9 +64,13 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
 def test_a_server_a_cluster_or_block_types_that_cannot_be_used_are_found(
     check: str, answers: dict[str, Any], level: str, parts: list[str]
 ) -> None:
-    with _answering(answers) as url, temporary_settings({PREFECT_API_URL: url}):
-        arguments = [support.spec(cluster=ClusterSettings(address=url))] if check == "cluster" else []
+    dashboard = Dashboard()
+    url = dashboard.cluster.address
+    dashboard.answers = {"": (404, "")} | answers
+    arguments = [support.spec(cluster=dashboard.cluster)] if check == "cluster" else []
+    with temporary_settings({PREFECT_API_URL: url}):
         found, *_ = examination.run_check(check, partial(getattr(examination, f"check_{check}"), *arguments))
+    dashboard.shutdown()
     text = f"{found.message} {found.remedy}"
     assert (found.level, [part for part in parts if part not in text]) == (level, [])
     assert url in text or level == "warn"
