@@ -302,15 +302,11 @@ def test_a_report_of_thousands_of_reports_with_faults_is_small() -> None:
     for number in range(3000):
         at = 30.0 + number
         metrics = {"step": number, "total_steps": 3000, "loss": math.sin(number), "norm": number}
-        made = committed(at, f"c{number}", **metrics) if number % 10 == 0 else reported(at, **metrics)
-        events: list[ev.Event] = [made.model_copy(update={"index": number + 1})]
+        report.add(committed(at, f"c{number}", **metrics).model_copy(update={"index": number + 1}))
         if number % 30 == 29:
-            events += [failed(at, causes=causes), group(at)]
-        if number % 500 == 499:
-            restart = started(2 + number // 500, at, notes=[text] * 3)
-            events += [ended(Outcome.DRIVER_LOST, at, message=text), restart, capacity(at), group(at)]
-        for event in events:
-            report.add(event)
+            lost = [failed(at, causes=causes), ended(Outcome.DRIVER_LOST, at, message=text)]
+            for event in (*lost, started(2 + number, at, notes=[text] * 3), capacity(at), group(at)):
+                report.add(event)
     assert len(report.model_dump_json()) < 60_000
     assert (len(report.incidents), report.incidents[-1].at) == (60, at)
     assert len(render(report, at).encode()) < 60_000
