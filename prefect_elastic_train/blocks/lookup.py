@@ -59,7 +59,7 @@ def find_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock
     return matches[0] if matches else None
 
 
-def load_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock:
+def load_saved(types: Sequence[type[TrainingBlock]], name: str) -> Any:
     """Return the saved block of one of the types with this name, ``"<block type>/<name>"`` or the name alone.
 
     Raises:

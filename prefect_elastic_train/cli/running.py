@@ -125,8 +125,8 @@ def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions
     check_options(options)
     name = absolute_loop_name(loop)
     check_loop_name(name)
-    given = {option: value for option, value in options.items() if value is not None}
-    return {"train_loop": name, "train_loop_config": config, **given}
+    requested = {option: value for option, value in options.items() if value is not None}
+    return {"train_loop": name, "train_loop_config": config, **requested}
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:
