@@ -327,25 +327,26 @@ def histories(draw: st.DrawFn, monotone: bool) -> list[ev.Event]:
         began = at + draw(pauses)
         at = began + draw(pauses)
         checkpoint, committed = draw(st.sampled_from([*commits, ("unknown", at - draw(pauses))]))
-        begun = {"attempt": attempt, "checkpoint": checkpoint} | ({"checkpoint_at": committed} if committed else {})
-        events.append(event("started", at, driver_started_at=began, counted=draw(st.integers(0, 3)), **begun))
+        begun = {"checkpoint": checkpoint, "checkpoint_at": committed, "counted": draw(st.integers(0, 3))}
+        events.append(event("started", at, attempt=attempt, driver_started_at=began, **begun))
         kinds = draw(st.lists(st.sampled_from(_DRAWN), max_size=25))
         for number, kind in enumerate(kinds):
             pause = draw(pauses)
             at += draw(pauses)
+            name = f"{attempt}-{number}"
             if kind == "commit":
-                commits.append((f"{attempt}-{number}", at))
-            fields: dict[str, dict[str, Any]] = {
-                "first": {"step": draw(st.integers(0, 9))},
-                "commit": {"checkpoint": f"{attempt}-{number}"},
-                "stalled": {"seconds": pause},
-                "failed": {"retried": draw(st.booleans())},
-                "waiting": {"since": max(0.0, at - pause)},
-                "state": {"state": draw(st.sampled_from(["SCHEDULING", "SHUTTING_DOWN", "RUNNING"]))},
+                commits.append((name, at))
+            # Each event takes those of these fields that it has.
+            fields = {
+                "attempt": attempt,
+                "index": sum(each in ("report", "commit") for each in kinds[: number + 1]),
+                "step": draw(st.integers(0, 9)),
+                "checkpoint": name,
+                "seconds": pause,
+                "since": max(0.0, at - pause),
+                "state": draw(st.sampled_from(["SCHEDULING", "SHUTTING_DOWN", "RUNNING"])),
             }
-            index = sum(each in ("report", "commit") for each in kinds[: number + 1])
-            seen_at = at - pause if kind == "first" else at  # it may be told late
-            events.append(event(kind, seen_at, **{"attempt": attempt, "index": index, **fields.get(kind, {})}))
+            events.append(event(kind, at - pause if kind == "first" else at, **fields))  # it may be told late
         if draw(st.booleans()):
             at += draw(pauses)
             events.append(event("ended", at, outcome=draw(st.sampled_from(Outcome)), final=draw(st.booleans())))
