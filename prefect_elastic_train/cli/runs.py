@@ -33,7 +33,7 @@ from prefect_elastic_train.storage.opening import Storage
 if TYPE_CHECKING:
     from prefect_elastic_train.runs.sample_check import SampleCheck
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True)
 
 Result = TypeVar("Result")
 
