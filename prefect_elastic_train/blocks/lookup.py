@@ -117,7 +117,7 @@ def load_block(argument: str, value: TrainingBlock | str | None = None) -> Any:
     return block
 
 
-def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
+def chosen_block(argument: str, name: str = "", profile: str = "") -> Any:
     """Load the block for an argument of ``elastic_train``.
 
     With a ``name``, only this block is tried: ``training-storage-s3/prod`` or ``prod``; for a storage also a directory
