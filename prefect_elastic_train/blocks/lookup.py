@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
@@ -13,8 +13,6 @@ from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core.operator_settings import get_settings, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import DEFAULT_STORAGE, storage_at
-
-AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
 
@@ -36,7 +34,7 @@ BLOCK_TYPES: dict[str, tuple[type[TrainingBlock], ...]] = {
 }
 
 
-def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
+def find_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock | None:
     """Return the saved block of one of the types with this name; None if there is none.
 
     The name is ``"<block type>/<name>"``, or the name alone.
@@ -45,14 +43,12 @@ def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
         ConfigurationError: The name is ambiguous, the block cannot be loaded, or it holds a value that is not allowed.
     """
     slug, _, short = name.rpartition("/")
-    matches: list[AnyBlock] = []
+    matches: list[TrainingBlock] = []
     for block_type in types:
         if slug not in ("", block_type.get_block_type_slug()):
             continue
         try:
             matches.append(block_type.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
-        except ConfigurationError:
-            raise
         except ValueError as error:
             if not isinstance(error.__cause__, ObjectNotFound):
                 raise ConfigurationError(
@@ -65,7 +61,7 @@ def find_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
     return matches[0] if matches else None
 
 
-def load_saved(types: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
+def load_saved(types: Sequence[type[TrainingBlock]], name: str) -> Any:
     """Return the saved block of one of the types with this name, ``"<block type>/<name>"`` or the name alone.
 
     Raises:
@@ -89,7 +85,7 @@ def saved_name(block: TrainingBlock) -> str:
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
-def reference_to(block: TrainingBlock) -> dict[str, dict[str, str]]:
+def reference_to(block: TrainingBlock) -> dict[str, Any]:
     """Return the reference to a saved block for the parameters of a flow run, as Prefect's UI writes it."""
     return {"$ref": {"block_document_id": str(block._block_document_id)}}
 
@@ -125,7 +121,7 @@ def load_block(argument: str, value: TrainingBlock | str | Path | None = None) -
     return block
 
 
-def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
+def chosen_block(argument: str, name: str = "", profile: str = "") -> Any:
     """Load the block for an argument of ``elastic_train``.
 
     With a ``name``, only this block is tried: ``training-storage-s3/prod`` or ``prod``; for a storage also a directory

@@ -11,7 +11,7 @@ from typing import Any
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved, reference_to
 
 
-def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
+def saved_blocks(**names: str) -> dict[str, Any]:
     """Return references to saved blocks, for the parameters of a deployment.
 
     Each block is loaded once, so that a deployment with a missing or invalid block is refused.

@@ -1,16 +1,17 @@
 """Helpers of the commands: errors, access to a storage, and output for people."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import httpx
 import typer
 from pydantic_core import to_json, to_jsonable_python
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.settings import LocalStorageSettings, storage_at
@@ -42,11 +43,7 @@ def exit_on_error(input_code: int = 1) -> Iterator[None]:
         exit_with_error(str(error), input_code if isinstance(error, ConfigurationError) else 1)
     except OSError as error:
         exit_with_error(f"cannot use the storage: {type(error).__name__}: {error}")
-    except Exception as error:
-        import httpx
-
-        if not isinstance(error, httpx.HTTPError):
-            raise
+    except httpx.HTTPError as error:
         exit_with_error(f"cannot use the Prefect API ({type(error).__name__}: {error}); is PREFECT_API_URL right?")
 
 
@@ -58,17 +55,13 @@ def open_for_command(name: str) -> Storage:
     """
     settings = storage_at(name)
     if settings is None:
-        from prefect.events.clients import NullEventsClient
-        from prefect.events.worker import EventsWorker
-
         from prefect_elastic_train.blocks import lookup  # imports Prefect
 
-        EventsWorker.set_client_override(NullEventsClient)  # loading a block would emit an event, which takes time
         settings = lookup.load_saved(lookup.STORAGE_TYPES, name).plain()
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
-    limited = {"retry_seconds": min(settings.retry_seconds, _RETRY_SECONDS)}
-    return Storage(settings.model_copy(update=limited))
+    retry_seconds = min(settings.retry_seconds, _RETRY_SECONDS)
+    return Storage(settings.model_copy(update={"retry_seconds": retry_seconds}))
 
 
 def print_json(value: Any) -> None:
@@ -87,16 +80,12 @@ def print_fields(fields: Mapping[str, str]) -> None:
     print_lines(*(f"{name + ':':<16}{value}" for name, value in fields.items() if value))
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table without frames to standard output. Each row has its cells by heading.
-
-    Columns whose cells all begin with a digit are right-aligned.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    headings = list(dict.fromkeys(chain.from_iterable(rows)))
-    for heading in headings:
-        is_number = all(row.get(heading, "")[:1].isdigit() for row in rows if row.get(heading))
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+def print_table(rows: Iterable[Mapping[str, str]]) -> None:
+    """Print a table without frames to standard output. Each row has its cells by heading."""
+    rows = list(rows)
+    headings = dict.fromkeys(chain.from_iterable(rows))
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, box=None)
     for row in rows:
         table.add_row(*(printable(row.get(heading, "")) for heading in headings))
     width = None if sys.stdout.isatty() else _PIPE_WIDTH

@@ -7,7 +7,7 @@ import typer
 
 from prefect_elastic_train.cli.common import exit_on_error, print_lines
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True)
 
 Deployments = Annotated[
     list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")

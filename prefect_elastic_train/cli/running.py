@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic_core import to_json
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -34,16 +33,10 @@ if TYPE_CHECKING:
 
 #: Exit code for wrong usage, as in typer.
 WRONG_USAGE = 2
-#: Less than Prefect's limit, to leave room for the other parameters.
-_MAX_CONFIG_BYTES = 500_000
-#: Panels of the help.
-_CONFIG = "Config of the loop"
-_BLOCKS = "Blocks"
-_RUN = "Run"
 
 
-def _option(panel: str, help: str, metavar: str | None = None, *names: str) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel)
+def _option(help: str, metavar: str | None = None, *names: str) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar)
 
 
 Loop = Annotated[
@@ -51,14 +44,14 @@ Loop = Annotated[
 ]
 ConfigFiles = Annotated[
     list[Path] | None,
-    _option(_CONFIG, "YAML or JSON file with the config; later files override.", "FILE"),
+    _option("YAML or JSON file with the config; later files override.", "FILE"),
 ]
 ConfigValues = Annotated[
     list[str] | None,
-    _option(_CONFIG, "A value of the config, such as optimizer.lr=1e-3; overrides files.", "KEY=VALUE", "--set"),
+    _option("A value of the config, such as optimizer.lr=1e-3; overrides files.", "KEY=VALUE", "--set"),
 ]
-Framework = Annotated[str, _option(_RUN, "torch, jax, or none for a plain Python loop.")]
-_SavedBlock = Annotated[str, _option(_BLOCKS, "Saved block.", "NAME")]
+Framework = Annotated[str, _option("torch, jax, or none for a plain Python loop.")]
+_SavedBlock = Annotated[str, _option("Saved block.", "NAME")]
 
 
 def run_training(
@@ -66,23 +59,23 @@ def run_training(
     config: ConfigFiles = None,
     settings: ConfigValues = None,
     framework: Framework = "torch",
-    workers: Annotated[str, _option(_BLOCKS, "Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
+    workers: Annotated[str, _option("Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
     profile: Annotated[
-        str, _option(_BLOCKS, "Name of several saved blocks. Others: the settings', else defaults.", "NAME")
+        str, _option("Name of several saved blocks. Others: the settings', else defaults.", "NAME")
     ] = "",
     scaling: _SavedBlock = "",
     failures: _SavedBlock = "",
     checkpoints: _SavedBlock = "",
     storage: Annotated[
-        str, _option(_BLOCKS, "Saved block, directory (./runs) or URL (s3://…, ambient credentials).", "STORAGE")
+        str, _option("Saved block, directory (./runs) or URL (s3://…, ambient credentials).", "STORAGE")
     ] = "",
     cluster: _SavedBlock = "",
-    run_name: Annotated[str, _option(_RUN, "Name of the run. Default: train-ID.", "NAME")] = "",
-    resume: Annotated[bool, _option(_RUN, "Resume the run of this name.", None, "--resume")] = False,
+    run_name: Annotated[str, _option("Name of the run. Default: train-ID.", "NAME")] = "",
+    resume: Annotated[bool, _option("Resume the run of this name.", None, "--resume")] = False,
     resume_from: Annotated[
-        str, _option(_RUN, "Start from the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
+        str, _option("Start from the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
     ] = "",
-    timeout: Annotated[float | None, _option(_RUN, "Stop the training after this time.", "SECONDS")] = None,
+    timeout: Annotated[float | None, _option("Stop the training after this time.", "SECONDS")] = None,
     as_json: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would run, as JSON without secrets.")
@@ -132,12 +125,8 @@ def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions
     check_options(options)
     name = absolute_loop_name(loop)
     check_loop_name(name)
-    flow_options = {
-        **options,
-        "run_name": options["run_name"] or "",
-        "timeout_seconds": options["timeout_seconds"] or 0,
-    }
-    return {"train_loop": name, "train_loop_config": config, **flow_options}
+    requested = {option: value for option, value in options.items() if value is not None}
+    return {"train_loop": name, "train_loop_config": config, **requested}
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:
@@ -238,7 +227,7 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     """Return the train loop's config: the files merged, then settings such as ``optimizer.lr=0.1``. Later values win.
 
     Raises:
-        ConfigurationError: A file or a setting cannot be read, or the config is too large for a flow run.
+        ConfigurationError: A file or a setting cannot be read.
     """
     from prefect.utilities.collections import deep_merge
 
@@ -257,12 +246,6 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
         for key in reversed(keys):
             value = {key: value}
         config = deep_merge(config, value)
-    size = len(to_json(config))
-    if size > _MAX_CONFIG_BYTES:
-        raise ConfigurationError(
-            f"the config has {size:,} bytes, and Prefect keeps at most 512 KiB of parameters with a flow run: "
-            "put large values into a file that the loop reads"
-        )
     return config
 
 

@@ -33,7 +33,7 @@ from prefect_elastic_train.storage.opening import Storage
 if TYPE_CHECKING:
     from prefect_elastic_train.runs.sample_check import SampleCheck
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True)
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
         if as_json:
             print_json({"storage": opened.uri, "runs": summaries})
         elif summaries:
-            print_table([*map(_summary_row, summaries)])
+            print_table(map(_summary_row, summaries))
         else:
             print_lines(f"no runs in {opened.uri}")
         unreadable = [summary.detail for summary in summaries if summary.state is RunState.UNREADABLE]
@@ -101,7 +101,7 @@ def verify_runs(
 
             checks = {check.name: check for check in _read_runs(check_samples, opened, runs)}
     if as_json:
-        each = [dict(run) | ({"samples": checks[run.name]} if run.name in checks else {}) for run in verifications]
+        each = [dict(run) | {"samples": checks.get(run.name)} for run in verifications]
         print_json({"storage": opened.uri, "runs": each})
     elif not verifications:
         print_lines(f"no runs in {opened.uri}")
@@ -226,23 +226,23 @@ def _print_details(details: RunDetails) -> None:
             "goodput": f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}",
         }
     )
-    print_table([*_attempt_rows(details, now)])
-    print_table([*_checkpoint_rows(details)])
+    print_table(_attempt_rows(details, now))
+    print_table(_checkpoint_rows(details))
 
 
 def _checkpoint_rows(details: RunDetails) -> Iterator[dict[str, str]]:
     commit = details.commit
     if commit is None:
         return
+    marks = {"latest": commit.checkpoint, "best": details.best_checkpoint}
     for index, result in reported_results(commit.snapshot):
         folder = result["checkpoint_dir_name"]
-        marks = {"latest": folder == commit.checkpoint, "best": folder == details.best_checkpoint}
         yield {
             "checkpoint": loop_name(folder),
             "report": str(index),
             "metrics": format_metrics(result["metrics"], 6),
             "size": size(sum(commit.manifest.get(folder, {}).values())),
-            "": ", ".join(mark for mark, is_set in marks.items() if is_set),
+            "": ", ".join(mark for mark, marked in marks.items() if marked == folder),
         }
 
 

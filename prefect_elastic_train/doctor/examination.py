@@ -15,13 +15,12 @@ from itertools import chain
 import httpx
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import BlockDocument
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, Outcome
+from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import without_credentials
@@ -37,7 +36,7 @@ class Finding:
     """A result of a check of ``elastic-train doctor``.
 
     Attributes:
-        level: "ok"; "warn": trainings run, but something is wrong; "skip": not checked; "fail": trainings cannot run.
+        level: "ok"; "warn": trainings run, but something is wrong; "fail": trainings cannot run.
         message: The fact that was found.
         remedy: The action of the user that solves the problem; empty if there is none.
         check: Name of the check.
@@ -51,29 +50,26 @@ class Finding:
 
 ok = partial(Finding, "ok")
 warn = partial(Finding, "warn")
-skip = partial(Finding, "skip")
 fail = partial(Finding, "fail")
 
 #: Time limit of each check. It suffices to start a local cluster, and to detect an unreachable storage.
 _SECONDS = 45.0
 _API_TIMEOUT_SECONDS = 3.0
-#: The most documents that the Prefect server returns in one page.
-_PAGE = 200
 #: Part of the time limit that is left to stop the driver, and to a driver to report that no cluster answers.
 _STOP_SECONDS = 4.0
 
 
 def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
-    """Run all checks of ``elastic-train doctor``, and yield their findings.
+    """Run the checks of ``elastic-train doctor``, and yield their findings.
 
-    A check whose prerequisite has failed is skipped.
+    Without a server no blocks are checked, and without blocks neither the storage nor the cluster.
 
     Args:
         storage: A directory, a URL or a saved block.
         cluster: A saved ``RayCluster``.
         profile: A name under which blocks of several types are saved. All other blocks are the default ones.
     """
-    specs: list[DriverSpec] = []
+    specs: list[DriverSpec] = []  # that of a training with these blocks, if they can be loaded
 
     def check_blocks() -> Iterator[Finding]:
         yield from check_block_types()
@@ -82,22 +78,15 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         specs.append(driver_spec(request, blocks))
         yield ok(f"a training uses {', '.join(saved_name(block) or type(block).__name__ for block in blocks)}")
 
-    def check_storage() -> Iterator[Finding]:
-        preflight(specs[0].storage)
-        yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
-
     yield from run_check("versions", check_versions)
     server = run_check("server", check_server)
     yield from server
     if any(finding.level == "fail" for finding in server):
-        yield skip("cannot be checked without the server", check="blocks")
-    else:
-        yield from run_check("blocks", check_blocks)
-    for name, check in {"storage": check_storage, "cluster": lambda: check_cluster(specs[0])}.items():
-        if specs:
-            yield from run_check(name, check)
-        else:
-            yield skip("cannot be checked without the blocks", check=name)
+        return
+    yield from run_check("blocks", check_blocks)
+    for spec in specs:
+        yield from run_check("storage", partial(check_storage, spec))
+        yield from run_check("cluster", partial(check_cluster, spec))
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -124,7 +113,7 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding
             fail(f"no answer within {_SECONDS:g} s", "try it by hand, for example with `ls` or `ray status`")
         )
     return [
-        replace(finding, check=name, message=_clean(finding.message), remedy=_clean(finding.remedy))
+        replace(finding, check=name, message=without_credentials(" ".join(finding.message.split())))
         for finding in [*findings]
     ]
 
@@ -138,7 +127,7 @@ def check_versions() -> Iterator[Finding]:
 def check_server() -> Iterator[Finding]:
     """Check that the Prefect server answers, has a compatible version and accepts the credentials."""
     if determine_server_type() is ServerType.EPHEMERAL:
-        yield ok("PREFECT_API_URL is not set: Prefect starts a temporary server for each process, without a UI")
+        yield ok("PREFECT_API_URL is not set: each process has a temporary server, without a UI and saved blocks")
         return
     with _prefect_client() as client:
         url = str(client.api_url).rstrip("/")
@@ -157,6 +146,12 @@ def check_server() -> Iterator[Finding]:
             )
             return
         yield ok(f"the server at {url} accepts the credentials; the client is Prefect {client.client_version()}")
+
+
+def check_storage(spec: DriverSpec) -> Iterator[Finding]:
+    """Check that the storage of the spec can be used for training."""
+    preflight(spec.storage)
+    yield ok(f"{spec.storage.uri} can be written, read, created in exclusively and deleted from")
 
 
 def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
@@ -210,36 +205,20 @@ def _join(spec: DriverSpec) -> Finding:
 
 
 def check_block_types() -> Iterator[Finding]:
-    """Check that Prefect's server has the block types of this package, and that every saved block of them loads."""
+    """Check that Prefect's server has the block types of this version of the package, unless it is temporary."""
     if determine_server_type() is ServerType.EPHEMERAL:
-        yield skip("only a permanent server has saved blocks: set PREFECT_API_URL")
         return
     outdated: list[str] = []
-    loaded = 0
     with _prefect_client() as client:
         for block_type in chain.from_iterable(BLOCK_TYPES.values()):
-            slug = block_type.get_block_type_slug()
-            checksum = block_type._calculate_schema_checksum()
-            documents: list[BlockDocument] = []
             try:
-                client.read_block_type_by_slug(slug)
-                documents = client.read_block_documents_by_type(slug, limit=_PAGE, include_secrets=True)
+                checksum = block_type._calculate_schema_checksum()
                 client.read_block_schema_by_checksum(checksum, version=block_type.get_block_schema_version())
             except ObjectNotFound:
-                outdated.append(slug)
-            for document in documents:
-                try:
-                    block_type._load_from_block_document(document)
-                    loaded += 1
-                except Exception as error:  # noqa: BLE001 - any content may be invalid, and the message may hold a secret
-                    is_ours = isinstance(error, ConfigurationError)
-                    message = f"block {slug}/{document.name} cannot be loaded: {type(error).__name__}"
-                    remedy = "correct the value in the UI, or save the block again from code"
-                    yield fail(str(error) if is_ours else message, remedy)
+                outdated.append(block_type.get_block_type_slug())
     if outdated:
         message = f"block types that are not registered, or in another version: {', '.join(outdated)}"
         yield warn(message, "`prefect block register -m prefect_elastic_train`")
-    yield ok(f"{loaded} saved blocks load")
 
 
 @contextmanager
@@ -250,8 +229,3 @@ def _prefect_client() -> Iterator[SyncPrefectClient]:
         get_client(httpx_settings={"timeout": _API_TIMEOUT_SECONDS}, sync_client=True) as client,
     ):
         yield client
-
-
-def _clean(text: str) -> str:
-    """Return the text in one line, without the passwords of URLs."""
-    return without_credentials(" ".join(text.split()))

@@ -85,7 +85,7 @@ class Publisher:
         #: Times before which the progress, a plot or a frequent event is not written again.
         self._due_at: dict[str, float] = {}
         self._artifacts: dict[str, uuid.UUID] = {}
-        self._plots: dict[str, str] = {}
+        self._picture = ""
         #: True if the last update could not be written.
         self._has_failed = False
 
@@ -207,15 +207,15 @@ class Publisher:
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
         if report.reports and self._is_due("plot", math.inf):
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
-                self._put(client, "markdown", render(report, now, self._plots), summary)
+                self._put(client, "markdown", render(report, now, self._picture), summary)
             # No further plot if this one fails: matplotlib may be missing.
             with self._catch_errors("the run's report has no new plots"), self._plot_lock:
                 from prefect_elastic_train.report.pictures import draw
 
                 if not self._is_closed:
-                    self._plots = draw(report, now)
+                    self._picture = draw(report, now)
                     self._due_at["plot"] = time.monotonic() + _PLOT_SECONDS
-        self._put(client, "markdown", render(report, now, self._plots), summary)
+        self._put(client, "markdown", render(report, now, self._picture), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Create the run's Prefect artifact of this kind, or update the one that this object has created.

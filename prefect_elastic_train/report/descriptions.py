@@ -46,10 +46,7 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             gpus = event.resources.get("GPU", 0)
             return Description(f"connected to the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
         case ev.AttemptStarted():
-            start = _start(event.checkpoint)
-            if event.attempt > 1:
-                return Description(f"attempt {event.attempt}: a new driver resumes from {start}", event.previous_end)
-            return Description(f"attempt {event.attempt} starts from {start}")
+            return Description(f"attempt {event.attempt} starts from {_start(event.checkpoint)}", event.previous_end)
         case ev.WorkerGroupStarted():
             workers = "1 worker starts" if event.world_size == 1 else f"{event.world_size} workers start"
             offer = f"; {_start(event.checkpoint)} is offered" if event.checkpoint else ""

@@ -18,11 +18,9 @@ def duration(seconds: float) -> str:
     return f"{max(0.0, seconds):.1f} s"
 
 
-def clock(at: float, now: float | None = None) -> str:
-    """Return a time (seconds since the epoch) as text in UTC, without its date if that is the date of ``now``."""
-    moment = datetime.fromtimestamp(at, timezone.utc)
-    is_today = now is not None and moment.date() == datetime.fromtimestamp(now, timezone.utc).date()
-    return f"{moment:%H:%M:%S}" if is_today else f"{moment:%Y-%m-%d %H:%M:%S}"
+def clock(at: float) -> str:
+    """Return a time (seconds since the epoch) as text in UTC, such as ``2026-07-14 09:30:00``."""
+    return f"{datetime.fromtimestamp(at, timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -1,6 +1,7 @@
 """The report as Markdown, complete also without its pictures. Belongs to the flow process."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,23 +10,11 @@ from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.formats import clock, duration, format_counts, format_metrics, size
 from prefect_elastic_train.report.run_report import FAULTS, PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
 
-#: Activities of the wall time: field of the account, and title.
-_TIME_PARTS = {
-    "productive_seconds": "training that was kept",
-    "startup_seconds": "start and shutdown",
-    "waiting_for_capacity_seconds": "waiting for capacity",
-    "restart_seconds": "restarts after failures",
-    "resize_seconds": "resizes",
-    "checkpoint_stall_seconds": "blocked by checkpoints",
-    "lost_seconds": "training that was lost",
-}
-_MAX_CODE = 300
-
 
 def headline(report: RunReport) -> str:
     """Return the state of a run and its progress as text, such as ``Training: step 3 of 10 (30.0%)``."""
     state = report.state.capitalize()
-    return f"{state}: {report.progress.text}" if report.progress is not None else state
+    return f"{state}: {report.progress.text}" if report.progress else state
 
 
 def summary_line(report: RunReport, now: float) -> str:
@@ -33,21 +22,21 @@ def summary_line(report: RunReport, now: float) -> str:
     return " · ".join([headline(report), *_facts(report, now)])
 
 
-def render(report: RunReport, now: float, pictures: Mapping[str, str] | None = None) -> str:
-    """Return the report of a run as Markdown. ``pictures`` has images as data URIs by their titles."""
-    incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
+def render(report: RunReport, now: float, picture: str = "") -> str:
+    """Return the report of a run as Markdown, with a picture of it, which is a data URI."""
+    incidents = "\n".join(map(_incident, reversed(report.incidents)))
     sections = [
         f"## {escape(headline(report))}",
         " · ".join(_facts(report, now)),
         code(report.detail),
-        *(f"![{title}]({uri})" for title, uri in (pictures or {}).items()),
+        f"![metrics and workers]({picture})" if picture else "",
         "### What happened",
-        "\n".join(incidents),
+        incidents or "Nothing yet.",
         "### Where the time went",
         _time(report.tally.account(now)),
         "### Checkpoints",
         f"The loop saves {escape(report.saves)}." if report.saves else "",
-        _checkpoints(report, now),
+        _checkpoints(report),
         "### Where",
         _locations(report),
         f"Written {clock(now)} UTC. Times are UTC.",
@@ -63,14 +52,14 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     progress = report.progress
     tally = report.tally
     if report.state == "training":
-        if progress is not None and "progress" in report.rates:
+        if progress and "progress" in report.rates:
             left = (1 - progress.fraction) / report.rates["progress"]
-            yield f"about {duration(left)} left, until {clock(report.last_event_at + left, now)} UTC"
+            yield f"about {duration(left)} left, until {clock(report.last_event_at + left)} UTC"
         for name in PACED:
             if rate := report.rates.get(name):
                 number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
                 yield f"{number} {name.replace('_', ' ').rstrip('s')}s a second"
-    omitted = POSITIONS if progress is not None else TOTALS | {"samples"}
+    omitted = POSITIONS if progress else TOTALS | {"samples"}
     if metrics := _metrics(report.metrics, omitted):
         yield metrics
     if report.checkpoints:
@@ -78,39 +67,45 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    counts = {
-        "worker failure": tally.worker_failures,
-        "preemption": tally.preemptions,
-        "driver restart": report.driver_restarts,
-        "resize": tally.resizes,
-    }
-    yield format_counts({name: count for name, count in counts.items() if count}) or "no failures"
+    counts = Counter(
+        {
+            "worker failure": tally.worker_failures,
+            "preemption": tally.preemptions,
+            "driver restart": report.driver_restarts,
+            "resize": tally.resizes,
+        }
+    )
+    yield format_counts(+counts) or "no failures"
     if tally.left and report.is_live:
         yield f"may still fail: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
 
 
-def _incident(incident: Incident, now: float) -> str:
+def _incident(incident: Incident) -> str:
     # A list, not a table: Prefect's page cuts off the last column of a wide table.
     message = escape(incident.message)
     reason = escape(incident.reason)
     if incident.kind in (*FAULTS, "end"):
         message = f"**{message}**"
-    return f"- {clock(incident.at, now)} {message}" + (f"  \n  {reason}" if reason else "")
+    return f"- {clock(incident.at)} {message}" + (f"  \n  {reason}" if reason else "")
 
 
 def _time(account: TimeAccount) -> str:
-    parts = [(name, getattr(account, field)) for field, name in _TIME_PARTS.items()]
-    rows = [(name, duration(spent), f"{spent / account.wall_seconds:.1%}") for name, spent in parts if spent]
+    parts = account.model_dump(exclude={"wall_seconds", "stopped_seconds"})
+    rows = [
+        (part.removesuffix("_seconds").replace("_", " "), duration(spent), f"{spent / account.wall_seconds:.1%}")
+        for part, spent in parts.items()
+        if spent
+    ]
     rows.append(("**wall time**", duration(account.wall_seconds), ""))
     if account.stopped_seconds:
         rows.append(("stopped, not counted", duration(account.stopped_seconds), ""))
     return table(["", "time", "share"], rows)
 
 
-def _checkpoints(report: RunReport, now: float) -> str:
+def _checkpoints(report: RunReport) -> str:
     lines = [
-        f"- {clock(made.at, now)} {code(loop_name(made.name))}"
+        f"- {clock(made.at)} {code(loop_name(made.name))}"
         + (f", {size(made.size_bytes)}, by attempt {made.attempt}" if made.attempt else "")
         + ("; **best**" if made is report.best else "")
         + (f"  \n  {metrics}" if (metrics := _metrics(made.metrics, TOTALS)) else "")
@@ -159,4 +154,4 @@ def code(text: str) -> str:
     """Return text as a code span on one line, also for tables; empty for no text."""
     # A backslash before that of a pipe would escape it.
     text = re.sub(r"\\*\|", r"\\|", one_line(text).replace("`", "'"))
-    return f"`{text if len(text) <= _MAX_CODE else text[: _MAX_CODE - 1] + '…'}`" if text else ""
+    return f"`{text}`" if text else ""

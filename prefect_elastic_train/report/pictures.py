@@ -5,38 +5,36 @@ Belongs to the flow process.
 
 import base64
 import io
-import math
 
 from matplotlib.axes import Axes
-from matplotlib.dates import ConciseDateFormatter
 from matplotlib.figure import Figure  # not pyplot, whose state other code of this process may use
 from matplotlib.ticker import MaxNLocator
 
 from prefect_elastic_train.report.markdown import one_line
 from prefect_elastic_train.report.run_report import FAULTS, RunReport
 
-_WIDTH = 6.9  # inches, the width of the column with artifacts in Prefect's UI
 _GRAY = "#7a808b"
 _BLUE = "#3b82f6"
 _RED = "#e5484d"
 _DAY_SECONDS = 86400.0  # matplotlib's times are days since the epoch
 
 
-def draw(report: RunReport, now: float) -> dict[str, str]:
-    """Return one picture of a run's metrics and number of workers over time: a data URI by title.
+def draw(report: RunReport, now: float) -> str:
+    """Return a picture of a run's metrics and number of workers over time, as a data URI.
 
-    Return no picture before the first attempt.
+    It is empty before the first attempt.
     """
     if not report.world_sizes:
-        return {}
-    rows = math.ceil(len(report.curves) / 2) + 1
-    figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
+        return ""
+    rows = (len(report.curves) + 1) // 2 + 1
+    # The width in inches is that of the column with artifacts in Prefect's UI.
+    figure = Figure(figsize=(6.9, 1.9 * rows), layout="constrained")
     for position, (name, curve) in enumerate(report.curves.items(), start=1):
         _draw_metric(figure.add_subplot(rows, 2, position), name, curve.points)
-    _draw_workers(figure.add_subplot(rows, 1, rows), report, now)
+    _draw_workers(figure.add_subplot(rows, 2, (2 * rows - 1, 2 * rows)), report, now)
     out = io.BytesIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return {"metrics and workers": f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"}
+    figure.savefig(out, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _draw_metric(axes: Axes, name: str, points: list[tuple[float, float]]) -> None:
@@ -59,15 +57,13 @@ def _draw_workers(axes: Axes, report: RunReport, now: float) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.xaxis_date()
-    axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))  # type: ignore[no-untyped-call]
-    axes.xaxis.get_offset_text().set(color=_GRAY, fontsize=8)
     _style(axes, "workers (red: a failure, a preemption, a new driver or a warning)" if faults else "workers")
 
 
 def _style(axes: Axes, title: str) -> None:
-    # Unprintable characters are invalid in XML, and a dollar sign would start a formula.
-    axes.set_title(one_line(title).replace("$", r"\$"), fontsize=9, color=_GRAY, loc="left")
+    # Unprintable characters are invalid in XML.
+    axes.set_title(one_line(title), fontsize=9, color=_GRAY, loc="left", parse_math=False)
     axes.tick_params(colors=_GRAY, labelsize=8)
     axes.grid(color=_GRAY, alpha=0.25, linewidth=0.5)
-    for side, spine in axes.spines.items():
-        spine.set(color=_GRAY, visible=side in ("left", "bottom"))
+    axes.spines[:].set_color(_GRAY)
+    axes.spines[["top", "right"]].set_visible(False)

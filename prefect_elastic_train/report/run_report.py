@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -57,7 +57,6 @@ _STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 #: Activities in which workers exist.
 _WITH_WORKERS = ("training", "draining", "winding up")
 
-Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
 #: Kinds of incidents that are faults.
 FAULTS = ("failure", "preemption", "driver", "loop")
 
@@ -66,7 +65,8 @@ class Incident(BaseModel):
     """A failure, preemption, warning, restart or other change in the report of a run, with its time since the epoch."""
 
     at: float
-    kind: Kind
+    #: "begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop" or "end".
+    kind: str
     message: str
     reason: str = ""
     since: float = 0.0  # start of an interruption that has not ended yet; 0: none
@@ -93,11 +93,10 @@ class Progress(BaseModel):
 class Curve(BaseModel):
     """The values of a metric by the number of the report.
 
-    A long curve has only the lowest and the highest value of each ``width`` reports, and the newest.
+    A long curve is divided into parts of equal length, and has only the lowest and the highest value of each.
     """
 
     points: list[tuple[float, float]] = []
-    width: int = 1
 
     def add(self, x: float, y: float) -> None:
         """Add the value ``y`` of the metric at report number ``x``.
@@ -106,16 +105,15 @@ class Curve(BaseModel):
         """
         while self.points and self.points[-1][0] >= x:
             self.points.pop()
-        while len(self.points) >= MAX_POINTS:
-            groups = [list(points) for _, points in groupby(self.points, lambda point: point[0] // self.width)]
-            extremes = [sorted({min(group, key=itemgetter(1)), max(group, key=itemgetter(1))}) for group in groups]
+        if len(self.points) >= MAX_POINTS:
+            length = (x - self.points[0][0]) / (MAX_POINTS / 4)
+            parts = [list(points) for _, points in groupby(self.points, lambda point: point[0] // length)]
+            extremes = [sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}) for part in parts]
             self.points = list(chain.from_iterable(extremes))
-            if len(self.points) > MAX_POINTS // 2:
-                self.width *= 2
         self.points.append((x, y))
 
 
-class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
+class RunReport(BaseModel, ser_json_inf_nan="constants"):
     """The state of a run for the report that users see, derived from the run's events. Its size is bounded."""
 
     run_name: str
@@ -138,9 +136,9 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     metrics: dict[str, Any] = {}
     links: dict[str, str] = {}  # metrics that are URLs, such as the page of a tracker's run
     progress: Progress | None = None
-    #: Time and counters of the first report since the last restart.
+    #: Time and numbers of the first report since the last restart.
     paced_from: tuple[float, dict[str, float]] | None = None
-    rates: dict[str, float] = {}  # growth per second since ``paced_from``, by counter, and of "progress"
+    rates: dict[str, float] = {}  # growth per second since ``paced_from`` of the numbers that grew, and of "progress"
     saves: str = ""  # interval between checkpoints and its reason
     last_event_at: float = 0.0
     tally: Tally = Tally()
@@ -157,7 +155,59 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         self.tally.add(event)
         if not isinstance(event, ev.RunRecalled | ev.ControllerAlive):
             self.last_event_at = max(self.last_event_at, event.at)
-        self.handle(event)
+        if isinstance(event, ev.FirstStep | ev.Report) and self.world_size:  # workers train
+            for incident in self.incidents:
+                if incident.since:
+                    incident.message += f"; training again after {event.at - incident.since:.1f} s"
+                    incident.since = 0.0
+        match event:
+            case ev.RunRecalled():
+                self._recall(event.report)
+            case ev.ControllerAlive(doing="waiting for the storage"):
+                self.detail = f"{event.doing} for {event.seconds:.0f} s"
+            case ev.ControllerAlive() if self.detail.startswith("waiting for the storage"):
+                self.detail = ""
+            case ev.ClusterConnected() if event.dashboard_url:  # without a scheme
+                self.dashboard_url = f"http://{event.dashboard_url}"
+            case ev.AttemptStarted():
+                self._start_attempt(event)
+            case ev.AttemptEnded():
+                self._end_attempt(event)
+            case ev.StateChanged(state="SCHEDULING"):
+                self._set_state("starting workers")
+            case ev.StateChanged(state="PREEMPTING"):
+                self._set_state("draining")
+            case ev.StateChanged(state="SHUTTING_DOWN") if self.state == "training":
+                self._set_state("winding up")
+            case ev.WaitingForCapacity():
+                self.is_new_wait = self.state != "waiting for capacity"
+                if self.is_new_wait:
+                    self._describe(event, "capacity")
+                self._set_state("waiting for capacity", describe_wait(event).reason)
+            case ev.WorkerGroupStarted():
+                self.paced_from = None
+                self.rates = {}
+                self._set_state("training")
+                self._set_world(event.world_size)
+            case ev.Report():
+                self._add_report(event)
+            case ev.SavesPlanned():
+                self.saves = event.plan[:_MAX_TEXT]
+            case ev.LoopWarned():
+                self._describe(event, "loop")
+            case ev.StorageWaited():
+                self._describe(event, "storage")
+                if [incident.kind for incident in self.incidents[-2:]] == ["storage", "storage"]:  # one incident
+                    self.incidents[-1].message += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
+                    del self.incidents[-2]
+            case ev.GroupFailed():
+                self._describe(event, "preemption" if isinstance(event, ev.WorkersPreempted) else "failure")
+                self.incidents[-1].since = event.at if event.retried else 0.0
+                self._set_state("restarting workers", self.incidents[-1].reason)
+            case ev.WorkerGroupResized():
+                self._describe(event, "resize")
+                self.incidents[-1].since = event.at
+                self._set_state("resizing", f"from {event.old_size} to {event.new_size} workers")
 
     def end(self, at: float, state: str, reason: str = "") -> None:
         """Set the final state of the training, as the flow process has observed it at the time ``at``.
@@ -179,32 +229,21 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     @property
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best score; None without a score. Of equal ones the newest, which Ray Train keeps."""
-        sign = 1 if self.score_order == "max" else -1
-        scored = [made for made in reversed(self.checkpoints) if made.score is not None]
-        return max(scored, key=lambda made: sign * (made.score or 0.0), default=None)
+        scored = {made.score: made for made in self.checkpoints if made.score is not None}
+        best_of = max if self.score_order == "max" else min
+        return scored[best_of(scored)] if scored else None
 
-    def on_run_recalled(self, event: ev.RunRecalled) -> None:
-        """Replace the report by the summary of the run's history in the event.
+    def _recall(self, report: dict[str, Any]) -> None:
+        """Replace the report by a summary of the run's history.
 
         The settings of this process stay, such as the run's name and links, and the current state.
         """
         local = {"run_name", "score_attribute", "score_order", "totals"}
         local |= {"flow_run_url", "storage_block", "dashboard_url", "state", "detail"}
         with suppress(ValidationError):  # written by another version
-            recalled = RunReport.model_validate(event.report | self.model_dump(include=local))
-            vars(self).update(vars(recalled))
+            vars(self).update(vars(RunReport.model_validate(report | self.model_dump(include=local))))
 
-    def on_controller_alive(self, event: ev.ControllerAlive) -> None:
-        if event.doing == "waiting for the storage":
-            self.detail = f"{event.doing} for {event.seconds:.0f} s"
-        elif self.detail.startswith("waiting for the storage"):
-            self.detail = ""
-
-    def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
-        if event.dashboard_url:  # without a scheme
-            self.dashboard_url = f"http://{event.dashboard_url}"
-
-    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
+    def _start_attempt(self, event: ev.AttemptStarted) -> None:
         # Later checkpoints were damaged or incomplete.
         self.checkpoints = [made for made in self.checkpoints if age_of(made.name) <= age_of(event.checkpoint)]
         if event.checkpoint and all(made.name != event.checkpoint for made in self.checkpoints):
@@ -223,7 +262,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             self._add_incident(event.at, "repair", note)
         self._set_state("starting")
 
-    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+    def _end_attempt(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self._set_state("completed", event.message)
             return
@@ -231,97 +270,46 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         self.last_end = f"{event.outcome.value}: {_first_line(event.message)}"
         if event.outcome is Outcome.COMPLETED:
             for best in (event.result or {}).get("best_checkpoints", [])[-1:]:
-                self._set_best(best["uri"].rpartition("/")[2], event.at, best["metrics"])
+                # An asynchronous validation may have scored it after its commit.
+                name = best["uri"].rpartition("/")[2]
+                if all(made.name != name for made in self.checkpoints):
+                    self.checkpoints.insert(0, Checkpoint(name=name, at=event.at, metrics=_bounded(best["metrics"])))
+                for made in self.checkpoints:
+                    made.score = score_of(best["metrics"], self.score_attribute) if made.name == name else None
             self._set_state("completed")
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", event.message)
         elif event.outcome is not Outcome.SUPERSEDED:
             self._set_state(_STATES.get(event.outcome, "failed"), event.message)
 
-    def on_storage_waited(self, event: ev.StorageWaited) -> None:
-        self._describe(event, "storage")
-        if [incident.kind for incident in self.incidents[-2:]] == ["storage", "storage"]:  # together one incident
-            self.incidents[-1].message += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
-            del self.incidents[-2]
-
-    def on_state_changed(self, event: ev.StateChanged) -> None:
-        states = {"SCHEDULING": "starting workers", "PREEMPTING": "draining", "SHUTTING_DOWN": "winding up"}
-        if event.state in states and (event.state != "SHUTTING_DOWN" or self.state == "training"):
-            self._set_state(states[event.state])
-
-    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
-        description = describe_wait(event)
-        self.is_new_wait = self.state != "waiting for capacity"
-        self._set_state("waiting for capacity", description.reason)
-        if self.is_new_wait:
-            self._add_incident(event.since or event.at, "capacity", description.message, description.reason)
-
-    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self.paced_from = None
-        self.rates = {}
-        self._set_state("training")
-        self._set_world(event.world_size)
-
-    def on_first_step(self, event: ev.FirstStep | ev.Report) -> None:
-        """Add the recovery time to the incidents that interrupted the training, because a worker group trains again.
-
-        It does so at the first step of a session; without a session at the first report.
-        """
-        for incident in self.incidents:
-            if incident.since and self.world_size:
-                incident.message += f"; training again after {event.at - incident.since:.1f} s"
-                incident.since = 0.0
-
-    def on_report(self, event: ev.Report) -> None:
-        self.on_first_step(event)
+    def _add_report(self, event: ev.Report) -> None:
         self.reports += 1
         self.metrics = _bounded(event.metrics)
         links = self.links | {name[:_MAX_NAME]: value for name, value in event.metrics.items() if is_link(value)}
         self.links = dict(list(links.items())[:_MAX_LINKS])
         if self.state not in ("training", "draining"):
             self._set_state("training")
-        self._update_progress(event.at)
-        for name in self.metrics:
-            y = _number(self.metrics, name)
+        numbers = _numbers(self.metrics)
+        for name, number in numbers.items():
             has_room = name in self.curves or len(self.curves) < _MAX_CURVES
-            if has_room and name not in POSITIONS and y is not None:
-                self.curves.setdefault(name, Curve()).add(self.tally.position, y)
-
-    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        self.on_report(event)
-        self._add_checkpoint(event.checkpoint, event.at, event.metrics)
-        self.checkpoints[-1].attempt = event.attempt
-        self.checkpoints[-1].size_bytes = event.size_bytes
-        self.checkpoints_made += 1
-
-    def on_group_failed(self, event: ev.GroupFailed) -> None:
-        self._describe(event, "preemption" if isinstance(event, ev.WorkersPreempted) else "failure")
-        self.incidents[-1].since = event.at if event.retried else 0.0
-        self._set_state("restarting workers", self.incidents[-1].reason)
-
-    def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        self._describe(event, "loop")
-
-    def on_saves_planned(self, event: ev.SavesPlanned) -> None:
-        self.saves = event.plan[:_MAX_TEXT]
-
-    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
-        self._describe(event, "resize")
-        self.incidents[-1].since = event.at
-        self._set_state("resizing", f"from {event.old_size} to {event.new_size} workers")
-
-    def _update_progress(self, at: float) -> None:
-        progress = _find_progress(self.metrics) or _find_progress(self.totals | self.metrics)
-        counts = {name: count for name in PACED if (count := _number(self.metrics, name)) is not None}
-        if progress is not None:
+            if has_room and name not in POSITIONS:
+                self.curves.setdefault(name, Curve()).add(self.tally.position, number)
+        if isinstance(event, ev.CheckpointCommitted):
+            self._add_checkpoint(event.checkpoint, event.at, event.metrics)
+            self.checkpoints[-1].attempt = event.attempt
+            self.checkpoints[-1].size_bytes = event.size_bytes
+            self.checkpoints_made += 1
+        progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
+        numbers.pop("progress", None)  # it need not be one
+        if progress:
             self.progress = progress
-            counts["progress"] = progress.fraction
-        self.paced_from = self.paced_from or (at, counts)
+            numbers["progress"] = progress.fraction
+        self.paced_from = self.paced_from or (event.at, numbers)
         since, before = self.paced_from
         self.rates = {
-            name: (count - before[name]) / (at - since)
-            for name, count in counts.items()
-            if at > since and count > before.get(name, math.inf)
+            name: (number - before[name]) / (event.at - since)
+            for name, number in numbers.items()
+            if event.at > since and number > before.get(name, math.inf)
         }
 
     def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any]) -> None:
@@ -331,19 +319,12 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         if len(self.checkpoints) > _MAX_CHECKPOINTS + oldest:
             del self.checkpoints[oldest]
 
-    def _set_best(self, name: str, at: float, metrics: dict[str, Any]) -> None:
-        """Make a checkpoint the best one. An asynchronous validation may have scored it after its commit."""
-        if all(made.name != name for made in self.checkpoints):
-            self.checkpoints.insert(0, Checkpoint(name=name, at=at, metrics=_bounded(metrics)))
-        for made in self.checkpoints:
-            made.score = score_of(metrics, self.score_attribute) if made.name == name else None
-
     def _set_state(self, state: str, detail: str = "") -> None:
         self.state = state
         self.detail = _first_line(detail)
         if state not in _WITH_WORKERS:
             self._set_world(0)
-        if state == "completed" and self.progress is not None:  # many loops count from 0
+        if state == "completed" and self.progress:  # many loops count from 0
             self.progress = Progress(fraction=1.0, text=self.progress.text.partition(" (")[0])
 
     def _set_world(self, size: int) -> None:
@@ -351,14 +332,14 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             self.world_sizes = [*self.world_sizes, (self.last_event_at, size)][-_MAX_WORLD_SIZES:]
         self.world_size = size
 
-    def _describe(self, event: ev.Event, kind: Kind, reason: str = "") -> None:
+    def _describe(self, event: ev.Event, kind: str, reason: str = "") -> None:
         """Add an incident to the report with the text of an event; ``reason`` is used if the event has none."""
         description = describe(event, self.checkpoints[-1].name if self.checkpoints else "")
         if description is not None:
             message = "; ".join(filter(None, [description.message, description.reaction]))
             self._add_incident(event.at, kind, message, description.reason or reason)
 
-    def _add_incident(self, at: float, kind: Kind, message: str, reason: str = "") -> None:
+    def _add_incident(self, at: float, kind: str, message: str, reason: str = "") -> None:
         incident = Incident(at=at, kind=kind, message=message[:_MAX_TEXT], reason=_first_line(reason))
         self.incidents = [*self.incidents, incident][-_MAX_INCIDENTS:]
 
@@ -368,11 +349,13 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:_MAX_TEXT]
 
 
-def _number(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric as a finite float; None if its value is something else, or if there is none."""
-    value: Any = metrics.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= sys.float_info.max else None
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are finite numbers, as floats."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    }
 
 
 def is_link(value: Any) -> bool:
@@ -383,26 +366,24 @@ def is_link(value: Any) -> bool:
 def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first metrics, with shortened names and texts. Metrics that are URLs are left out."""
     return {
-        name[:_MAX_NAME]: value
-        if isinstance(value, float | None) or _number(metrics, name) is not None
-        else str(value)[:_MAX_NAME]
+        name[:_MAX_NAME]: value if isinstance(value, int | float | None) else str(value)[:_MAX_NAME]
         for name, value in list(metrics.items())[:_MAX_METRICS]
         if not is_link(value)
     }
 
 
-def _find_progress(metrics: Mapping[str, Any]) -> Progress | None:
+def _find_progress(numbers: Mapping[str, float]) -> Progress | None:
     """Return the progress of a training from the metric ``progress``, or from a counter with its total.
 
     Return None if there is neither.
     """
-    progress = _number(metrics, "progress")
-    if progress is not None and 0 <= progress <= 1:
+    progress = numbers.get("progress", -1.0)
+    if 0 <= progress <= 1:
         return Progress(fraction=progress, text=f"{progress:.1%}")
     for counter, totals in COUNTERS.items():
-        done = _number(metrics, counter)
-        total = next((number for name in totals if (number := _number(metrics, name))), 0.0)
-        if done is not None and total > 0:
+        total = next((numbers[name] for name in totals if numbers.get(name)), 0.0)
+        if counter in numbers and total > 0:
+            done = numbers[counter]
             fraction = min(1.0, max(0.0, done / total))
             text = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f} ({fraction:.1%})"
             return Progress(fraction=fraction, text=text)

@@ -1,7 +1,6 @@
 """The worker group follows the capacity of a cluster whose nodes come and go, are drained and are lost."""
 
 import itertools
-import re
 import sys
 import time
 from pathlib import Path
@@ -165,7 +164,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
         "completed": "",
     }
     happened = incidents_of(report)[::-1]
-    assert [re.split("[:;]", what)[0] for what, _ in happened] == [*expected]
+    assert all(what.startswith(start) for start, (what, _) in zip(expected, happened, strict=True))
     assert all(reason in why for reason, (_, why) in zip(expected.values(), happened, strict=True))
     assert "done again" not in happened[3][0]
     told = run_events(client, training.flow.flow_run_id)

@@ -153,9 +153,9 @@ def test_many_events_of_many_workers_are_few_writes_and_fewer_plots(
         put(self, client, kind, *arguments)
         kinds.append(kind)
 
-    def draw(report: RunReport, now: float) -> dict[str, str]:
+    def draw(report: RunReport, now: float) -> str:
         drawn.append(time.monotonic())
-        return {}
+        return ""
 
     monkeypatch.setattr(Publisher, "_write", timed_write)
     monkeypatch.setattr(Publisher, "_put", counted_put)
@@ -179,11 +179,11 @@ def test_many_events_of_many_workers_are_few_writes_and_fewer_plots(
 def test_nothing_is_drawn_after_the_close(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     drawing = []
 
-    def draw(report: RunReport, now: float) -> dict[str, str]:
+    def draw(report: RunReport, now: float) -> str:
         drawing.append("begun")
         time.sleep(2)
         drawing.append("ended")
-        return {}
+        return ""
 
     monkeypatch.setattr(publisher_module, "PUBLISHER_CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(pictures, "draw", draw)

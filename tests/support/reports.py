@@ -31,7 +31,7 @@ def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
 def incidents_of(report: str) -> list[tuple[str, str]]:
     """What happened by a report, and why, the newest first."""
     section = report.split("### What happened\n\n", 1)[1].split("\n\n", 1)[0]
-    return re.findall(r"^- \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
+    return re.findall(r"^- \S+ \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:

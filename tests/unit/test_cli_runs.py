@@ -19,7 +19,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import prefect_elastic_train
-from prefect_elastic_train.cli import COMMANDS, app
+from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.checkpoint_names import physical_name
@@ -143,14 +143,13 @@ def _summaries(storage: Storage) -> dict[str, Any]:
 def test_the_list_of_commands_shows_the_help_of_each() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"{prefect_elastic_train.__version__}\n"
     shown = CliRunner().invoke(app, ["--help"]).output
-    for command, (_, text) in COMMANDS.items():
-        assert command in shown
-        assert text.rstrip(".") in " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+    for command in ("run", "rehearse", "resume", "doctor", "runs", "automations"):
+        assert re.search(rf"│ {command} +[A-Z]", shown)
 
 
 @pytest.mark.parametrize(
     ("command", "heavy"),
-    [("--help", "pydantic prefect_elastic_train.cli.runs"), ("runs list", "ray prefect pyarrow fsspec")],
+    [("--help", "ray prefect"), ("runs list", "ray prefect pyarrow fsspec")],
 )
 def test_a_command_imports_only_what_it_needs(storage: Storage, command: str, heavy: str) -> None:
     _end(_trained(storage))
@@ -520,36 +519,28 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
     assert os.listdir(storage.uri) == []
 
 
-@pytest.fixture
-def bucket(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    """A bucket that the ambient credentials open."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.endpoint_url,
-        "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return Storage(S3StorageSettings(bucket_path=f"{server.create_bucket('cli-runs')}/runs"))
-
-
-def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, server: MotoServer) -> None:
+def test_an_object_store_is_looked_at_checked_and_pruned_alike(
+    server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = Storage(S3StorageSettings(bucket_path=f"{server.create_bucket('cli-runs')}/runs"))
     store: Any = bucket.run("mnist")
     ray = Ray(store, begin(store).attempt).start()
     for name in "ab":
         ray.report(name, loss=0.5)
     folder = _interrupt_upload(store)
-    message = {"Bucket": "cli-runs", "Key": f"runs/mnist/{folder}/large.pt"}
-    server.client().create_multipart_upload(**message)
+    server.client().create_multipart_upload(Bucket="cli-runs", Key=f"runs/mnist/{folder}/large.pt")
     end_attempt(store, 1, Outcome.USER_ERROR.value)
     _make_older(store, LONG_AGO)
     assert re.search(rf"{re.escape(folder)} +3 Bytes", _done(f"prune {bucket.uri} --dry-run"))
     assert f"deleted mnist {folder}" in _done(f"prune {bucket.uri} --yes")
-    assert "Uploads" not in server.client().list_multipart_uploads(Bucket="cli-runs")
+    assert server.incomplete_uploads("cli-runs") == []
     assert store.folders() == [layout.STATE_FOLDER, "a", "b"]
     _done(f"prune {bucket.uri} --older-than 7 --yes")
-    assert bucket.run_names() == []
-    assert "Contents" not in server.client().list_objects_v2(Bucket="cli-runs")
+    assert bucket.run_names() == server.keys("cli-runs") == []
     assert "create the bucket" in _refused("list s3://no-such-bucket/runs")
 
 

@@ -12,8 +12,6 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
 from prefect_elastic_train.rehearsal.trace import Trace
-from prefect_elastic_train.report.accounts import Tally
-from prefect_elastic_train.report.run_report import RunReport
 
 #: A value of each type that an event's fields have, none of them a default.
 VALUES: dict[Any, Any] = {
@@ -105,7 +103,7 @@ def test_an_event_is_handled_by_the_method_of_its_kind_or_of_its_base_class() ->
     assert counter.calls == ["report: reported", "commit"]
 
 
-@pytest.mark.parametrize("handler", [Tally, RunReport, Trace])
+@pytest.mark.parametrize("handler", [Trace])
 def test_each_method_of_a_handler_is_for_a_kind_that_exists(handler: type) -> None:
     kinds = {f"on_{ev._snake(base)}" for kind in ev.KINDS.values() for base in kind.__mro__}
     assert {name for name in vars(handler) if name.startswith("on_")} <= kinds

@@ -199,9 +199,7 @@ def test_repairs_are_said_loudly_progress_is_not_and_ranks_are_the_newest_worker
         _started(2, notes=["a was dropped", "b too"]),
         ev.LoopWarned(problem="no-checkpoint", message="it saves not"),
     )
-    assert lines.messages[0].startswith(
-        "Attempt 2: a new driver resumes from checkpoint ckpt-7; run directory /runs/mnist; its"
-    )
+    assert lines.messages[0].startswith("Attempt 2 starts from checkpoint ckpt-7; run directory /runs/mnist; its")
     warnings = [record.getMessage() for record in lines.records if record.levelno == logging.WARNING]
     assert warnings == ["Run mnist: a was dropped", "Run mnist: b too", "It saves not"]
     _add(log, ev.WorkerGroupStarted(world_size=1, ranks={"10.0.0.1:78": 0}), "(RayTrainWorker pid=78) hello")

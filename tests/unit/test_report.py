@@ -77,6 +77,7 @@ PREEMPTED = ev.WorkersPreempted(at=60, attempt=1, retried=True, reports_lost=2)
         (capacity(12), "waiting for capacity"),
         (group(), "training"),
         (ev.StateChanged(state="PREEMPTING"), "draining"),
+        (ev.StateChanged(state="SHUTTING_DOWN"), "winding up"),
         (PREEMPTED, "restarting workers"),
         (RESIZED, "resizing"),
         (ended(Outcome.DRIVER_LOST), "restarting the driver"),
@@ -92,11 +93,7 @@ def test_a_report_has_the_state_of_the_run(event: ev.Event, state: str) -> None:
     report = report_of(started(), group(), event)
     assert (report.state, headline(report)) == (state, state.capitalize())
     assert report.is_live == (state not in ("failed", "cancelled", "timed out", "completed"))
-
-
-def test_workers_wind_up_only_after_a_training() -> None:
-    down = ev.StateChanged(state="SHUTTING_DOWN")
-    assert (report_of(started(), down).state, report_of(started(), group(), down).state) == ("starting", "winding up")
+    assert report_of(started(), ev.StateChanged(state="SHUTTING_DOWN")).state == "starting", "nothing winds up yet"
 
 
 WAITED = ev.StorageWaited(at=60, who="ranks", seconds=4.5, tries=7, last="SlowDown")
@@ -110,7 +107,7 @@ IGNORED = ev.LoopWarned(at=60, problem="checkpoint-ignored", message="it never a
         (
             started(2, checkpoint="a", previous_end="lost"),
             "driver",
-            "Attempt 2: a new driver resumes from checkpoint a: lost",
+            "Attempt 2 starts from checkpoint a: lost",
         ),
         (
             failed(reports_lost=3),
@@ -157,7 +154,7 @@ def test_an_event_for_users_is_a_line_of_the_log_and_an_incident(event: ev.Event
     assert [incident.kind for incident in incidents] == [kind] * bool(kind)
     for incident in incidents:
         assert description is not None
-        assert incident.at == getattr(event, "since", event.at)
+        assert incident.at == event.at
         assert incident.message.startswith(description.message)
         assert incident.reason[:6] == description.reason[:6]
         assert ("done again" in incident.message) == (getattr(event, "reports_lost", 0) > 0)
@@ -174,7 +171,7 @@ def test_the_incident_of_a_new_driver_has_its_reason_and_repairs_follow() -> Non
 
 def test_consecutive_waits_for_capacity_or_the_storage_are_one_incident() -> None:
     report = report_of(started(), capacity(20, since=15), capacity(40), capacity(60), group(70), capacity(80))
-    assert [incident.at for incident in report.incidents if incident.kind == "capacity"] == [15, 80]
+    assert [incident.at for incident in report.incidents if incident.kind == "capacity"] == [20, 80]
     for _ in range(3):
         report.add(WAITED)
     (waited,) = [incident for incident in report.incidents if incident.kind == "storage"]
@@ -212,7 +209,7 @@ def test_pace_and_remaining_time_are_those_since_the_last_restart() -> None:
     events = [reported(30 + 5 * n, step=50 * n, total_steps=1000, samples=32_000 * n) for n in range(3)]
     report = report_of(started(), group(), *events, ev.SavesPlanned(at=40, plan="each 90 s: a save blocks 2 s"))
     text = render(report, 45)
-    for part in ("about 1.5 min left, until 00:02:10 UTC", "6,400 samples a second · 10 steps a second"):
+    for part in ("about 1.5 min left, until 1970-01-01 00:02:10 UTC", "6,400 samples a second · 10 steps a second"):
         assert part in text
     assert "samples=" not in text
     assert "### Checkpoints\n\nThe loop saves each 90 s: a save blocks 2 s." in text
@@ -220,7 +217,7 @@ def test_pace_and_remaining_time_are_those_since_the_last_restart() -> None:
     assert "a second" not in summary_line(report, 60)
     for event in (group(100), reported(110, iteration=4, progress=0.2), reported(120, iteration=9, progress=0.3)):
         report.add(event)
-    assert "about 1.2 min left, until 00:03:10 UTC · 0.5 iterations a second" in summary_line(report, 130)
+    assert "about 1.2 min left, until 1970-01-01 00:03:10 UTC · 0.5 iterations a second" in summary_line(report, 130)
 
 
 def test_a_later_supervisor_takes_over_the_report_and_keeps_its_own_settings() -> None:
@@ -305,15 +302,11 @@ def test_a_report_of_thousands_of_reports_with_faults_is_small() -> None:
     for number in range(3000):
         at = 30.0 + number
         metrics = {"step": number, "total_steps": 3000, "loss": math.sin(number), "norm": number}
-        made = committed(at, f"c{number}", **metrics) if number % 10 == 0 else reported(at, **metrics)
-        events: list[ev.Event] = [made.model_copy(update={"index": number + 1})]
+        report.add(committed(at, f"c{number}", **metrics).model_copy(update={"index": number + 1}))
         if number % 30 == 29:
-            events += [failed(at, causes=causes), group(at)]
-        if number % 500 == 499:
-            restart = started(2 + number // 500, at, notes=[text] * 3)
-            events += [ended(Outcome.DRIVER_LOST, at, message=text), restart, capacity(at), group(at)]
-        for event in events:
-            report.add(event)
+            lost = [failed(at, causes=causes), ended(Outcome.DRIVER_LOST, at, message=text)]
+            for event in (*lost, started(2 + number, at, notes=[text] * 3), capacity(at), group(at)):
+                report.add(event)
     assert len(report.model_dump_json()) < 60_000
     assert (len(report.incidents), report.incidents[-1].at) == (60, at)
     assert len(render(report, at).encode()) < 60_000
@@ -342,7 +335,7 @@ def test_the_text_is_complete_without_pictures() -> None:
         "again: 3; training again after 15.0 s**"
         "  \n  "
         "rank 1: ValueError: nan\n",
-        "restarts after failures",
+        "| restart | ",
         "`ckpt-51`",
         "`/runs/llama`",
         "- Ray dashboard <http://10.0.0.1:8265>",
@@ -374,14 +367,13 @@ def test_values_are_formatted_briefly() -> None:
 
 
 def test_the_picture_is_an_svg_without_a_background_whatever_metrics_are_called() -> None:
-    assert draw(RunReport(run_name="llama"), 0) == {}, "nothing yet"
+    assert draw(RunReport(run_name="llama"), 0) == "", "nothing yet"
     names = ("loss", "a|b", "$x^2$", "<&>\"'", "a--b-->", "\\frac{$", "a\x1b[31mb\x00\uffff\n", "\ud800")
     values = ([0.5], [0.0, 0.0], [1e300, -1e300, 5e-324], [math.inf, 1.0], [2**70], [1, 2], [3, 2, 1], [-1, 0])
     said = [reported(30, **{name: value}) for name, found in zip(names, values, strict=True) for value in found]
     report = report_of(started(), group(20), *said, failed(85), group(90), reported(91))
     assert len(report.curves) == len(names)
-    [uri] = draw(report, 200).values()
-    svg = base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,"))
+    svg = base64.b64decode(draw(report, 200).removeprefix("data:image/svg+xml;base64,"))
     root = ElementTree.fromstring(svg)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert b"#ffffff" not in svg, "a background"
