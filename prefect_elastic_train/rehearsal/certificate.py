@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, computed_field
 
@@ -48,31 +47,41 @@ class Problem:
     Attributes:
         about: Title, one of the table in docs/rehearsal.md.
         remedy: Advice for the user; empty if there is none.
-        level: "fail" if the certificate cannot pass with it.
     """
 
     about: str
     message: str
     remedy: str = ""
-    level: Literal["fail", "warn"] = "fail"
 
     @property
     def markdown(self) -> str:
         """Paragraph in Markdown with the problem and the advice for the user."""
         remedy = f". *To do:* {self.remedy}" if self.remedy else ""
-        return f"**{self.about}** ({self.level}): {self.message}{remedy}"
+        return f"**{self.about}**: {self.message}{remedy}"
 
 
-class Certificate(BaseModel):
-    """Result of a rehearsal: the injected faults, and the comparison with an undisturbed training.
+class Comparison(BaseModel):
+    """Result of the comparison of a training under faults with the undisturbed one.
 
     Attributes:
-        at: Start of the rehearsal, in seconds since the epoch.
         compared: Summary of the comparison.
         difference: Largest relative difference of the state from the undisturbed training's; None if no state could be
             read.
         metrics: The last metrics that both trainings reported, from the training under faults.
         undisturbed_metrics: The same metrics from the undisturbed training.
+    """
+
+    compared: str = "nothing was reported"
+    difference: float | None = None
+    metrics: dict[str, float] = {}
+    undisturbed_metrics: dict[str, float] = {}
+
+
+class Certificate(Comparison):
+    """Result of a rehearsal: the injected faults, and the comparison with an undisturbed training.
+
+    Attributes:
+        at: Start of the rehearsal, in seconds since the epoch.
         samples: Result of the sample check; empty if the loop uses no session.
     """
 
@@ -85,24 +94,18 @@ class Certificate(BaseModel):
     seconds: float = 0.0
     faults: list[InjectedFault] = []
     findings: list[Problem] = []
-    compared: str = "nothing was reported"
-    difference: float | None = None
-    metrics: dict[str, float] = {}
-    undisturbed_metrics: dict[str, float] = {}
     samples: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """True if the loop recovered from every requested fault and no problem of level "fail" was found."""
-        has_failed = any(problem.level == "fail" for problem in self.findings)
-        return not has_failed and all(fault.recovered for fault in self.faults)
+        """True if the loop recovered from every requested fault and no problem was found."""
+        return not self.findings and all(fault.recovered for fault in self.faults)
 
-    def add(self, *problems: Problem) -> None:
-        """Add problems to the certificate. Of several problems with one title, only the first is kept."""
-        for problem in problems:
-            if problem.about not in [known.about for known in self.findings]:
-                self.findings.append(problem)
+    def add(self, problem: Problem) -> None:
+        """Add a problem to the certificate. Of several problems with one title, only the first is kept."""
+        if problem.about not in [known.about for known in self.findings]:
+            self.findings.append(problem)
 
     def markdown(self) -> str:
         """Return the certificate of the rehearsal as Markdown text."""

@@ -67,7 +67,7 @@ class FaultInjector:
             waited = time.monotonic() - since
             if waited > self.timeout_seconds:
                 return
-            has_new_save = bool(trace.saves) and trace.saves[-1] >= min_save
+            has_new_save = max(trace.saves, default=-1) >= min_save
             if self.faults and has_new_save and waited > self.faults[0].wait_seconds:
                 with suppress(psutil.Error):  # the target has exited by itself; the fault is tried again
                     yield from self._inject(self.faults[0], trace)
@@ -95,13 +95,12 @@ class FaultInjector:
         finally:
             self._end_fault(math.inf)
             if recovered or not trace.is_complete:  # else the loop returned too early, and the next training repeats it
-                times = [began_at, *(at for at in trace.progress_times if at > began_at)]
-                pause = max((later - earlier for earlier, later in pairwise(times)), default=time.time() - began_at)
+                times = [began_at, *(at for at in trace.progress_times if at > began_at), time.time()]
                 injected = InjectedFault(
                     kind=fault.kind,
                     what=description,
                     recovered=recovered,
-                    seconds=round(pause, 1),
+                    seconds=round(max(later - earlier for earlier, later in pairwise(times)), 1),
                     redone=trace.redone - before.redone,
                     workers=len(trace.ranks),
                 )

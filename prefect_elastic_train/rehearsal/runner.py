@@ -27,7 +27,6 @@ from prefect_elastic_train.orchestration.arguments import check_options
 from prefect_elastic_train.rehearsal.certificate import Certificate, Problem
 from prefect_elastic_train.rehearsal.comparison import (
     RESIZE_TOLERANCE,
-    Comparison,
     compare_trainings,
     diagnose_undisturbed,
 )
@@ -97,7 +96,11 @@ def rehearse(
     """
     watch_signals()
     check_options({"framework": framework, "timeout_seconds": 60 * minutes})
-    _check_faults(faults, workers)
+    if not faults or not {*faults} <= {*KINDS} or workers < 1:
+        raise ConfigurationError(
+            f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
+            f"{', '.join(KINDS)}"
+        )
     block = _sandbox_scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
     certificate = _new_certificate(payload, framework, block, seed)
@@ -107,23 +110,11 @@ def rehearse(
         closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
     ):
         _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
-    if FlowRunContext.get() is not None:
-        description = f"rehearsal of {certificate.loop}"
-        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
     return certificate
 
 
 def _ignore(*_: str) -> None:
     """Ignore a line of progress or output: the default of ``tell`` and ``on_line`` of :func:`rehearse`."""
-
-
-def _check_faults(faults: Sequence[str], workers: int) -> None:
-    """Raise ConfigurationError if a rehearsal has an unknown kind of fault, no fault, or no worker."""
-    if not faults or not {*faults} <= {*KINDS} or workers < 1:
-        raise ConfigurationError(
-            f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
-            f"{', '.join(KINDS)}"
-        )
 
 
 def _new_certificate(payload: Payload, framework: str, scaling: ElasticScaling, seed: int) -> Certificate:
@@ -155,6 +146,9 @@ def _saved_at_end(certificate: Certificate, save_to: str | Path | None) -> Itera
         certificate.seconds = round(time.time() - certificate.at, 1)
         if save_to is not None:
             certificate.save(Path(save_to))
+        if FlowRunContext.get() is not None:
+            description = f"rehearsal of {certificate.loop}"
+            create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
 
 
 @dataclass
@@ -181,12 +175,12 @@ class _Rehearsal:
         self.log("training undisturbed")
         seconds = max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
         scenario = partial(run_undisturbed, seconds=seconds)
-        trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
+        trace = self.sandbox.train("undisturbed", max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
-        self.certificate.add(*diagnose_undisturbed(trace))
-        if not self.certificate.passed:
+        if problem := diagnose_undisturbed(trace):
+            self.certificate.add(problem)
             self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
             return
         faults = schedule_faults(kinds, self.certificate.seed, self.sandbox.can_shrink)
@@ -199,23 +193,21 @@ class _Rehearsal:
         the time is up. The results are recorded in the certificate.
         """
         counter = undisturbed.counter()
-        last = len(undisturbed.reports) - 1 if undisturbed.is_complete else undisturbed.saves[-1]
-        target = undisturbed.progress(last, counter)
-        times = [undisturbed.started_at, *(report.at for report in undisturbed.reports)]
+        target = undisturbed.progress(undisturbed.saves[-1], counter)
+        times = [undisturbed.started_at, *undisturbed.progress_times]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
-        comparisons: list[Comparison] = []
         for number in range(1, _MAX_TRAININGS + 1):
             if faults[0].kind == GROWTH:  # the previous training ended between the loss of a node and the growth
                 faults.insert(0, faults[0]._replace(kind=NODE))
             self.log(f"training under faults: {', '.join(fault.kind for fault in faults)}")
             injector = FaultInjector(self.sandbox, faults, counter, target, recovery_seconds + stall_timeout, self.log)
-            trace = self.sandbox.train(f"disturbed-{number}", len(faults), stall_timeout, injector.inject_faults)
+            trace = self.sandbox.train(f"disturbed-{number}", stall_timeout, injector.inject_faults)
             self.certificate.faults += injector.injected
+            if trace.reports:
+                self._compare(undisturbed, trace)
             if trace.failure:
                 self.certificate.add(Problem("does not recover", trace.failure))
-            if trace.reports:
-                comparisons.append(self._compare(undisturbed, trace))
             shutil.rmtree(trace.folder, ignore_errors=True)
             if trace.failure or not faults or not injector.injected or time.time() > self.sandbox.ends_at:
                 break
@@ -227,33 +219,25 @@ class _Rehearsal:
                     "give it more minutes, and a config with which the loop trains longer and saves more often",
                 )
             )
-        if comparisons:
-            self._record_worst(comparisons)
 
-    def _compare(self, undisturbed: Trace, trace: Trace) -> Comparison:
+    def _compare(self, undisturbed: Trace, trace: Trace) -> None:
         """Compare a training under faults with the undisturbed one, and check the samples that it has trained on.
 
-        Add the problems to the certificate, and return the comparison.
+        Add the problems to the certificate. Of several comparisons, record the first one with a problem, or else the
+        one with the largest difference.
         """
-        comparison = compare_trainings(undisturbed, trace, self.tolerance)
-        self.certificate.add(*comparison.problems)
+        comparison, problem = compare_trainings(undisturbed, trace, self.tolerance)
+        is_largest = (comparison.difference or 0.0) >= (self.certificate.difference or 0.0)
+        if not self.certificate.findings and (problem or is_largest):
+            for name, value in comparison:
+                setattr(self.certificate, name, value)
+        if problem:
+            self.certificate.add(problem)
         check = check_samples(RunDirectory(LocalRunStore(str(trace.folder))))
         if check is not None and not check.unknown:
             self.certificate.samples = self.certificate.samples or check.message
             if check.wrong or not check.exact:
                 self.certificate.add(Problem("samples", check.message))
-        return comparison
-
-    def _record_worst(self, comparisons: Sequence[Comparison]) -> None:
-        """Record the worst comparison of the trainings in the certificate.
-
-        It is the comparison with the largest difference; one with problems takes precedence.
-        """
-        worst = max(comparisons, key=lambda comparison: (bool(comparison.problems), comparison.difference or 0.0))
-        self.certificate.compared = worst.compared
-        self.certificate.difference = worst.difference
-        self.certificate.metrics = worst.metrics
-        self.certificate.undisturbed_metrics = worst.undisturbed_metrics
 
 
 def _sandbox_scaling(scaling: ElasticScaling | str | None, workers: int) -> ElasticScaling:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.storage.fault_classes import diagnose
 from prefect_elastic_train.storage.retries import Result, Retries
-from prefect_elastic_train.storage.store import NOTHING, Listing, RunStore, for_each, retried
+from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each, retried
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
@@ -98,15 +98,11 @@ class ObjectRunStore(RunStore):
         return self._find(lambda files: bytes(files.cat_file(self._key(name))))
 
     @retried("list")
-    def entries(self, folder: str) -> Listing:
+    def entries(self, folder: str) -> list[tuple[str, bool]]:
         key = self._key(folder)
-        listing = Listing([], [])
-        for entry in self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
-            name = _below(key, entry["name"])
-            if name and "/" not in name:
-                names = listing.folders if entry["type"] == "directory" else listing.objects
-                names.append(name)
-        return listing
+        entries = self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []
+        names = [(_below(key, entry["name"]), entry["type"] == "directory") for entry in entries]
+        return [(name, is_folder) for name, is_folder in names if name and "/" not in name]
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         return self._sizes_below(self._key(folder)) or None  # a store has no empty folders
