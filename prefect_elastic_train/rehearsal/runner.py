@@ -110,6 +110,9 @@ def rehearse(
         closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
     ):
         _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
+    if FlowRunContext.get() is not None:
+        description = f"rehearsal of {certificate.loop}"
+        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
     return certificate
 
 
@@ -146,9 +149,6 @@ def _saved_at_end(certificate: Certificate, save_to: str | Path | None) -> Itera
         certificate.seconds = round(time.time() - certificate.at, 1)
         if save_to is not None:
             certificate.save(Path(save_to))
-        if FlowRunContext.get() is not None:
-            description = f"rehearsal of {certificate.loop}"
-            create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
 
 
 @dataclass
