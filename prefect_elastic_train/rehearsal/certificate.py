@@ -1,4 +1,4 @@
-"""Certificate of a rehearsal, as JSON, Markdown and an HTML page."""
+"""Certificate of a rehearsal, as JSON and as Markdown."""
 
 import re
 from dataclasses import dataclass
@@ -8,11 +8,6 @@ from pydantic import BaseModel, computed_field
 
 from prefect_elastic_train.report.formats import clock, duration
 from prefect_elastic_train.report.markdown import table
-
-_STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
-    "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
-)
 
 
 class InjectedFault(BaseModel, frozen=True):
@@ -125,15 +120,11 @@ class Certificate(Comparison):
         return "\n\n".join(filter(None, paragraphs)) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the certificate to ``folder`` as JSON and as an HTML page.
+        """Write the certificate to ``folder`` as JSON and as Markdown.
 
         The files are named after the train loop and the random seed of the fault schedule.
         """
-        from markdown_it import MarkdownIt
-
         folder.mkdir(parents=True, exist_ok=True)
         stem = folder / f"rehearsal-{re.sub(r'[^A-Za-z0-9]+', '-', self.loop).strip('-')}-{self.seed}"
         stem.with_suffix(".json").write_text(self.model_dump_json(indent=2) + "\n")
-        body = MarkdownIt("commonmark", {"html": False}).enable("table").render(self.markdown())
-        head = f'<!doctype html><meta charset="utf-8"><title>{stem.name}</title><style>{_STYLE}</style>'
-        stem.with_suffix(".html").write_text(f"{head}\n{body}")
+        stem.with_suffix(".md").write_text(self.markdown())

@@ -86,7 +86,7 @@ def rehearse(
         seed: Random seed of the fault schedule.
         tolerance: Limit for the norm of the state's difference soon after a change of the number of workers. Use 0.01
             for bfloat16, and 0.1 with dropout, which draws other numbers on other ranks.
-        save_to: Folder for the certificate as JSON and HTML, also if the rehearsal fails. None: it is not written.
+        save_to: Folder for the certificate as JSON and Markdown, also if the rehearsal fails. None: it is not written.
         tell: Called with each line of progress.
         on_line: Called with source and text of each line of output of the drivers and workers.
 

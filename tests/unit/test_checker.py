@@ -124,8 +124,7 @@ def test_numbers_of_clocks_and_loads_are_known_by_their_names() -> None:
 def test_as_a_whole_checkpoints_are_as_far_apart_as_most_of_their_numbers() -> None:
     many, few, mask = np.ones(10_000), np.array([1e-6]), np.array([0.0, -math.inf])
     one, other = (
-        {"many": many * factor, "few": sign * few, "mask": mask * factor}
-        for factor, sign in ((1.0, 1), (1 + 1e-9, -1))
+        {"many": many * factor, "few": sign * few, "mask": mask * factor} for factor, sign in ((1.0, 1), (1 + 1e-9, -1))
     )
     assert largest_difference(one, other) == (2.0, "few")
     assert norm_difference(one, other) == pytest.approx(2e-8, rel=0.01)
