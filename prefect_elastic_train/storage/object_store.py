@@ -70,9 +70,8 @@ class ObjectRunStore(RunStore):
 
     def copy_folder(self, source: str, name: str) -> None:
         # The store copies the objects itself.
-        for_each(
-            self._sizes_below(source), lambda file: self._copy(f"{name}/{file}", f"{source}/{file}"), _FILES_AT_ONCE
-        )
+        files = ObjectRunStore(source, self.storage).file_sizes("") or {}
+        for_each(files, lambda file: self._copy(f"{name}/{file}", f"{source}/{file}"), _FILES_AT_ONCE)
 
     @retried("copy")
     def _copy(self, name: str, source: str) -> None:
@@ -104,11 +103,9 @@ class ObjectRunStore(RunStore):
         names = [(_below(key, entry["name"]), entry["type"] == "directory") for entry in entries]
         return [(name, is_folder) for name, is_folder in names if name and "/" not in name]
 
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        return self._sizes_below(self._key(folder)) or None  # a store has no empty folders
-
     @retried("list")
-    def _sizes_below(self, key: str) -> dict[str, int]:
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        key = self._key(folder)
         entries = self._find(lambda files: files.find(key, detail=True)) or {}
         # Some programs mark a folder with an empty object of its name.
         sizes = {
@@ -117,7 +114,7 @@ class ObjectRunStore(RunStore):
             if entry["type"] == "file" and entry["name"][-1] != "/"
         }
         sizes.pop("", None)
-        return sizes
+        return sizes or None  # a store has no empty folders
 
     @retried("get the size of")
     def size(self, name: str) -> int | None:
