@@ -280,7 +280,7 @@ class _InjectedTraining:
 def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fault_injector, "_OUTAGE_SECONDS", 0.0)
+    monkeypatch.setitem(fault_injector._FAULT_SECONDS, "storage", 0.0)
     faults = [PlannedFault("worker", 0.0, 0.9), PlannedFault("storage", 0.0, 0.0)]
     on = _InjectedTraining(tmp_path, monkeypatch, *faults, target=7)
     on.begin()
