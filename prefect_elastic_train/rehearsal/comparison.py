@@ -154,19 +154,22 @@ class _Comparer:
         """Return the differences of the two trainings in one worker group.
 
         States are compared at the first and at the last checkpoint, since reading them takes long; metrics at all
-        reports. Checkpoints without a common array are left out.
+        reports. If the states at the last checkpoint are equal, the first one is not read. Checkpoints without a common
+        array are left out.
         """
         if self.has_state:
             pairs = [*pairs[:1], *pairs[1:][-1:]]
-        gaps = []
-        for pair in pairs:
+        gaps: list[_Gap] = []
+        for pair in reversed(pairs):
             left, right = pair.states() if self.has_state else (pair.undisturbed.metrics, pair.disturbed.metrics)
             gap = _Gap(pair, *largest_difference(left, right))
             if self.has_state and not is_same_size:
                 # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
                 gap = _Gap(pair, norm_difference(left, right), "the state")
             if left.keys() & right.keys():
-                gaps.append(gap)
+                gaps.insert(0, gap)
+            if self.has_state and is_same_size and gaps and not gap.size:
+                break
         return gaps
 
     def _summarize(self) -> tuple[str, Problem | None]:

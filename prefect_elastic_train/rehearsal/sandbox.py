@@ -64,8 +64,6 @@ class Sandbox(Follower):
             payload=pickle_payload(payload),
             has_datasets=bool(payload.datasets),
         )
-        self._trace: Trace
-        self._scenario: Scenario
         self._on_line = on_line
         self._runtime = TrainingProcesses(get_settings(), self)
         self._signals = count_signals()
@@ -96,7 +94,7 @@ class Sandbox(Follower):
         """Add a node with the resources of one worker to the Ray cluster. Its GPUs are those that no other node has."""
         from prefect_elastic_train.driver.ray_configs import resources_per_worker  # imports Ray
 
-        resources = dict(resources_per_worker(self._scaling))
+        resources = resources_per_worker(self._scaling)
         node: dict[str, Any] = {"num_cpus": math.ceil(resources.pop("CPU", 0)) or 1}
         gpus = math.ceil(resources.pop("GPU", 0))
         taken = [gpu for node_id in self.nodes.ids for gpu in self._gpus[node_id]]
