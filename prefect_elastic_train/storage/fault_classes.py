@@ -82,7 +82,7 @@ def diagnose(error: BaseException) -> Fault | None:
     responses = [item for item in errors if any(_http_response(item))]
     faults = [fault for fault in map(_diagnose_single, responses or errors) if fault is not None]
     # The original exception is more specific than those raised from it, so the last one counts.
-    return sorted(faults, key=lambda fault: fault.permanent)[-1] if faults else None
+    return max(reversed(faults), key=lambda fault: fault.permanent, default=None)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -127,7 +127,6 @@ def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None
         ([{"epoch": 1, "step": 5}, {"epoch": 1, "step": 6}], "step"),
         ([{"epoch": 1}, {"epoch": 2}], "epoch"),
         ([{"epoch": 1}, {"epoch": 1}], ""),
-        ([{"loss": 1}, {"loss": 2}], ""),
         ([{"step": 1}, {"loss": 2}], ""),
     ],
 )
