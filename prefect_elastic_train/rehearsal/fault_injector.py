@@ -131,7 +131,7 @@ class FaultInjector:
         Raise psutil.Error if the process to kill or suspend has exited.
         """
         if fault.kind in (WORKER, FREEZE):
-            process_name, rank = fault.choose(sorted(trace.ranks.items(), key=lambda item: item[1]))
+            process_name, rank = fault.choose([*trace.ranks.items()])  # in the order of the ranks
             process = psutil.Process(int(process_name.rpartition(":")[2]))
             if fault.kind == WORKER:
                 process.kill()

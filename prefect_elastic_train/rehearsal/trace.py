@@ -19,14 +19,12 @@ class TracedReport(NamedTuple):
 
     Attributes:
         metrics: The metrics that are numbers and not about performance, which differs in each training.
-        at: Time of the report, in seconds since the epoch.
         world_size: Number of workers.
         group: Number of the worker group, from 1.
         checkpoint: Path of the checkpoint; empty if the report has none.
     """
 
     metrics: dict[str, float]
-    at: float
     world_size: int
     group: int
     checkpoint: str
@@ -79,7 +77,7 @@ class Trace(BaseModel, ev.EventHandler):
             for name, value in event.metrics.items()
             if type(value) in (int, float) and not is_performance_metric(name)
         }
-        self.reports.append(TracedReport(numbers, event.at, event.world_size, self.group_count, checkpoint))
+        self.reports.append(TracedReport(numbers, event.world_size, self.group_count, checkpoint))
         if len(self.reports) > len(self.progress_times):
             self.progress_times.append(event.at)
 
