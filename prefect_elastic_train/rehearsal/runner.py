@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
@@ -19,7 +18,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 
 from prefect_elastic_train.blocks import ElasticScaling
-from prefect_elastic_train.blocks.lookup import load_block
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
@@ -31,14 +29,13 @@ from prefect_elastic_train.rehearsal.comparison import (
     diagnose_undisturbed,
 )
 from prefect_elastic_train.rehearsal.fault_injector import FaultInjector, run_undisturbed
-from prefect_elastic_train.rehearsal.sandbox import Sandbox
+from prefect_elastic_train.rehearsal.sandbox import Sandbox, sandbox_scaling
 from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
 from prefect_elastic_train.rehearsal.trace import Trace
 from prefect_elastic_train.runs.fingerprints import train_loop_name
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.sample_check import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
-from prefect_elastic_train.supervisor.devices import visible_gpus
 
 #: Share of the rehearsal for the undisturbed training, and the least time for it.
 _UNDISTURBED_SHARE = 0.15
@@ -101,7 +98,7 @@ def rehearse(
             f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
             f"{', '.join(KINDS)}"
         )
-    block = _sandbox_scaling(scaling, workers)
+    block = sandbox_scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
     certificate = _new_certificate(payload, framework, block, seed)
     with (
@@ -238,33 +235,3 @@ class _Rehearsal:
             self.certificate.samples = self.certificate.samples or check.message
             if check.wrong or not check.exact:
                 self.certificate.add(Problem("samples", check.message))
-
-
-def _sandbox_scaling(scaling: ElasticScaling | str | None, workers: int) -> ElasticScaling:
-    """Load the ``ElasticScaling`` block, and return a copy adapted to the cluster of a rehearsal.
-
-    That cluster runs on this machine and has one node for each worker.
-
-    Raises:
-        ConfigurationError: The block cannot be loaded, is for TPUs, or needs more GPUs than this process may use.
-    """
-    block: ElasticScaling = load_block("scaling", scaling)
-    if block.accelerator == "tpu":
-        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
-    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
-    available = visible_gpus()
-    if available and gpus > len(available):
-        raise ConfigurationError(
-            f"{workers} workers need {gpus} GPUs, and this process may use {len(available)}; use fewer workers"
-        )
-    return block.model_copy(
-        update={
-            "max_workers": workers,
-            "min_workers": min(block.min_workers, workers),
-            "wait_for_max_seconds": 30.0,
-            "resize_check_interval_seconds": 1.0,
-            "stability_delay_seconds": 0.0,
-            "label_selector": {},
-            "placement_strategy": "PACK",
-        }
-    )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from prefect_elastic_train import blocks
-from prefect_elastic_train.blocks.lookup import Blocks
+from prefect_elastic_train.blocks.lookup import Blocks, load_block
 from prefect_elastic_train.core.events import Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, RunRequest
@@ -31,6 +31,36 @@ Scenario = Generator[None, None, None]
 OnLine = Callable[[str, str], None]
 #: Failures that a training survives: the injected faults and some more.
 _MAX_FAILURES = 12
+
+
+def sandbox_scaling(scaling: blocks.ElasticScaling | str | None, workers: int) -> blocks.ElasticScaling:
+    """Load the ``ElasticScaling`` block, and return a copy adapted to the cluster of a rehearsal.
+
+    That cluster runs on this machine and has one node for each worker.
+
+    Raises:
+        ConfigurationError: The block cannot be loaded, is for TPUs, or needs more GPUs than this process may use.
+    """
+    block: blocks.ElasticScaling = load_block("scaling", scaling)
+    if block.accelerator == "tpu":
+        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
+    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
+    available = visible_gpus()
+    if available and gpus > len(available):
+        raise ConfigurationError(
+            f"{workers} workers need {gpus} GPUs, and this process may use {len(available)}; use fewer workers"
+        )
+    return block.model_copy(
+        update={
+            "max_workers": workers,
+            "min_workers": min(block.min_workers, workers),
+            "wait_for_max_seconds": 30.0,
+            "resize_check_interval_seconds": 1.0,
+            "stability_delay_seconds": 0.0,
+            "label_selector": {},
+            "placement_strategy": "PACK",
+        }
+    )
 
 
 class StopTraining(BaseException):
