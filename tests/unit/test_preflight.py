@@ -1,6 +1,5 @@
 """Trying a storage before training: what is found, how it is said, and that nothing is left behind."""
 
-import dataclasses
 import errno
 import os
 import pickle
@@ -45,8 +44,9 @@ def test_a_storage_that_is_fit_passes_from_each_machine_and_nothing_is_left(stor
         assert not any(name.startswith(PREFIX) for name in storage.run_names()), "taken for a run"
     assert _left(storage) == []
     assert storage.run("mnist").read("a") == b"x"
-    with pytest.raises(StorageFaultError, match="late cannot read"):
-        probe.try_from("late")
+    with pytest.raises(StorageFaultError, match="node-7 cannot read the file that the driver wrote") as refused:
+        probe.try_from("node-7")  # as a machine does that does not see the directory
+    assert (refused.value.kind, refused.value.permanent, _left(storage)) == ("not shared", True, [])
 
 
 def test_a_directory_that_cannot_be_used_is_said_with_what_to_do(tmp_path: Path) -> None:
@@ -65,16 +65,6 @@ def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytes
     monkeypatch.setattr(os, "link", refuse)
     assert "use a disk, NFS, or a store" in _refusal(disk.settings, "not supported")
     assert _left(disk) == []
-
-
-def test_a_machine_that_does_not_see_the_directory_is_named(disk: Storage, tmp_path: Path) -> None:
-    elsewhere = disk.settings.model_copy(update={"path": str(tmp_path)})
-    with preflight(disk.settings) as probe:
-        there = dataclasses.replace(probe, store=Storage(elsewhere).run("mnist"))
-        with pytest.raises(StorageFaultError, match="node-7 cannot read the file that the driver wrote") as refused:
-            there.try_from("node-7")
-    assert (refused.value.kind, refused.value.permanent) == ("not shared", True)
-    assert list(tmp_path.iterdir()) == []
 
 
 class Unfit(MemoryFileSystem):  # type: ignore[misc]
