@@ -77,7 +77,7 @@ def _norms(first: Arrays, second: Arrays) -> dict[str, tuple[float, float]]:
         right = np.asarray(second[name], dtype=np.complex128)
         if not np.array_equal(left, right, equal_nan=True):
             difference = np.linalg.norm(left - right) if left.shape == right.shape else math.inf
-            norms[name] = (difference, max(np.linalg.norm(left), np.linalg.norm(right)))
+            norms[name] = (float(difference), float(max(np.linalg.norm(left), np.linalg.norm(right))))
     return norms
 
 

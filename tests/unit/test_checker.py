@@ -99,7 +99,7 @@ def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_p
     assert one
     assert largest_difference(one, same) == (0.0, "")
     gap, where = largest_difference(one, other)
-    assert gap == pytest.approx(0.2 / 2.2, rel=1e-6)
+    assert gap == pytest.approx(0.2 / math.hypot(1.0, 2.2), rel=1e-6)
     assert "weight" in where
 
 
