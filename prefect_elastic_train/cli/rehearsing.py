@@ -32,7 +32,7 @@ def rehearse(
 ) -> None:
     """Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.
 
-    Writes a certificate as JSON and HTML: the cost of each fault, and the problems of the loop. Use a config with
+    Writes a certificate as JSON and Markdown: the cost of each fault, and the problems of the loop. Use a config with
     which the loop saves several times a minute.
 
     Exit code 0 if the certificate passes, 1 if it does not, 2 if the input was refused before anything started.

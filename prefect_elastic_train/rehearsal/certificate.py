@@ -1,19 +1,13 @@
-"""Certificate of a rehearsal, as JSON, Markdown and an HTML page."""
+"""Certificate of a rehearsal, as JSON and as Markdown."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, computed_field
 
 from prefect_elastic_train.report.formats import clock, duration
 from prefect_elastic_train.report.markdown import table
-
-_STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
-    "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
-)
 
 
 class InjectedFault(BaseModel, frozen=True):
@@ -48,31 +42,41 @@ class Problem:
     Attributes:
         about: Title, one of the table in docs/rehearsal.md.
         remedy: Advice for the user; empty if there is none.
-        level: "fail" if the certificate cannot pass with it.
     """
 
     about: str
     message: str
     remedy: str = ""
-    level: Literal["fail", "warn"] = "fail"
 
     @property
     def markdown(self) -> str:
         """Paragraph in Markdown with the problem and the advice for the user."""
         remedy = f". *To do:* {self.remedy}" if self.remedy else ""
-        return f"**{self.about}** ({self.level}): {self.message}{remedy}"
+        return f"**{self.about}**: {self.message}{remedy}"
 
 
-class Certificate(BaseModel):
-    """Result of a rehearsal: the injected faults, and the comparison with an undisturbed training.
+class Comparison(BaseModel):
+    """Result of the comparison of a training under faults with the undisturbed one.
 
     Attributes:
-        at: Start of the rehearsal, in seconds since the epoch.
         compared: Summary of the comparison.
         difference: Largest relative difference of the state from the undisturbed training's; None if no state could be
             read.
         metrics: The last metrics that both trainings reported, from the training under faults.
         undisturbed_metrics: The same metrics from the undisturbed training.
+    """
+
+    compared: str = "nothing was reported"
+    difference: float | None = None
+    metrics: dict[str, float] = {}
+    undisturbed_metrics: dict[str, float] = {}
+
+
+class Certificate(Comparison):
+    """Result of a rehearsal: the injected faults, and the comparison with an undisturbed training.
+
+    Attributes:
+        at: Start of the rehearsal, in seconds since the epoch.
         samples: Result of the sample check; empty if the loop uses no session.
     """
 
@@ -85,24 +89,18 @@ class Certificate(BaseModel):
     seconds: float = 0.0
     faults: list[InjectedFault] = []
     findings: list[Problem] = []
-    compared: str = "nothing was reported"
-    difference: float | None = None
-    metrics: dict[str, float] = {}
-    undisturbed_metrics: dict[str, float] = {}
     samples: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """True if the loop recovered from every requested fault and no problem of level "fail" was found."""
-        has_failed = any(problem.level == "fail" for problem in self.findings)
-        return not has_failed and all(fault.recovered for fault in self.faults)
+        """True if the loop recovered from every requested fault and no problem was found."""
+        return not self.findings and all(fault.recovered for fault in self.faults)
 
-    def add(self, *problems: Problem) -> None:
-        """Add problems to the certificate. Of several problems with one title, only the first is kept."""
-        for problem in problems:
-            if problem.about not in [known.about for known in self.findings]:
-                self.findings.append(problem)
+    def add(self, problem: Problem) -> None:
+        """Add a problem to the certificate. Of several problems with one title, only the first is kept."""
+        if problem.about not in [known.about for known in self.findings]:
+            self.findings.append(problem)
 
     def markdown(self) -> str:
         """Return the certificate of the rehearsal as Markdown text."""
@@ -122,15 +120,11 @@ class Certificate(BaseModel):
         return "\n\n".join(filter(None, paragraphs)) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the certificate to ``folder`` as JSON and as an HTML page.
+        """Write the certificate to ``folder`` as JSON and as Markdown.
 
         The files are named after the train loop and the random seed of the fault schedule.
         """
-        from markdown_it import MarkdownIt
-
         folder.mkdir(parents=True, exist_ok=True)
         stem = folder / f"rehearsal-{re.sub(r'[^A-Za-z0-9]+', '-', self.loop).strip('-')}-{self.seed}"
         stem.with_suffix(".json").write_text(self.model_dump_json(indent=2) + "\n")
-        body = MarkdownIt("commonmark", {"html": False}).enable("table").render(self.markdown())
-        head = f'<!doctype html><meta charset="utf-8"><title>{stem.name}</title><style>{_STYLE}</style>'
-        stem.with_suffix(".html").write_text(f"{head}\n{body}")
+        stem.with_suffix(".md").write_text(self.markdown())

@@ -1,10 +1,9 @@
 """Comparison of two checkpoints by the arrays in their files. Imports nothing of the package, which wrote them."""
 
-import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -23,16 +22,17 @@ _PERFORMANCE = re.compile(
 
 
 class Difference(NamedTuple):
-    """Largest difference of two checkpoints, relative to the largest number of its array, and the array's name."""
+    """Norm of the difference of two arrays, relative to the larger norm of the two, and the name of the arrays."""
 
     size: float
     name: str
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """Return the arrays and numbers of a checkpoint by name, from files of torch, Orbax, numpy and safetensors.
+    """Return the arrays of floats in a checkpoint by name, from files of torch, Orbax, numpy and safetensors.
 
-    Other files, and files that cannot be read, are skipped.
+    They are the model's state, without times, counts and random states. Other files, and files that cannot be read, are
+    skipped.
     """
     arrays: Arrays = {}
     for file in sorted(folder.rglob("*")):
@@ -52,58 +52,46 @@ def is_performance_metric(name: str) -> bool:
 
 
 def largest_difference(first: Arrays, second: Arrays) -> Difference:
-    """Return the largest difference of the arrays and numbers that two checkpoints or reports both have.
-
-    Numbers about performance are skipped.
-    """
-    largest = Difference(0.0, "")
-    for name, left, right in _differing(first, second):
-        if not left.ndim and is_performance_metric(name):
-            continue
-        if left.shape != right.shape:
-            return Difference(math.inf, name)
-        with np.errstate(all="ignore"):
-            size = float(np.max(np.abs(left - right)) / max(np.max(np.abs(left)), np.max(np.abs(right))))
-        if not size <= largest.size:  # True for NaN
-            largest = Difference(size if math.isfinite(size) else math.inf, name)
-    return largest
+    """Return the largest relative difference of an array or number that two checkpoints or reports both have."""
+    differences = [Difference(_relative([norms]), name) for name, norms in _norms(first, second).items()]
+    return max(differences, default=Difference(0.0, ""))
 
 
 def norm_difference(first: Arrays, second: Arrays) -> float:
-    """Return the norm of the difference of two checkpoints, relative to the norm of the first one.
+    """Return the norm of the difference of two checkpoints, relative to the norms of their values.
 
     All arrays that both have count together. Arrays that are equal, such as frozen parameters, are left out.
     """
-    difference = 0.0
-    norm = 0.0
-    for _, left, right in _differing(first, second):
-        if left.shape != right.shape:
-            return math.inf
-        differ = (left != right) & ~(np.isnan(left) & np.isnan(right))  # inf - inf would be NaN
-        difference = math.hypot(difference, np.linalg.norm(left[differ] - right[differ]))
-        norm = math.hypot(norm, np.linalg.norm(left[np.isfinite(left)]))
-    return difference / (norm or 1.0) if math.isfinite(difference) else math.inf
+    return _relative(_norms(first, second).values())
 
 
-def _differing(first: Arrays, second: Arrays) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and both values of each array or number that two checkpoints both have and that is not equal.
+def _norms(first: Arrays, second: Arrays) -> dict[str, tuple[float, float]]:
+    """Return two norms for each array or number that two checkpoints both have and that is not equal, by its name.
 
-    The values are complex arrays, which hold any number.
+    The first one is that of the difference, infinite if the shapes differ. The second one is the larger one of the
+    two values.
     """
+    norms = {}
     for name in sorted(first.keys() & second.keys()):
-        left = np.asarray(first[name], dtype=np.complex128)
+        left = np.asarray(first[name], dtype=np.complex128)  # holds any number
         right = np.asarray(second[name], dtype=np.complex128)
         if not np.array_equal(left, right, equal_nan=True):
-            yield name, left, right
+            difference = np.linalg.norm(left - right) if left.shape == right.shape else math.inf
+            norms[name] = (float(difference), float(max(np.linalg.norm(left), np.linalg.norm(right))))
+    return norms
 
 
-def float_arrays(arrays: Arrays) -> Arrays:
-    """Return the arrays of floats of a checkpoint: the model's state, without times, counts and random states."""
-    return {name: value for name, value in arrays.items() if np.ndim(value) and np.asarray(value).dtype.kind in "fc"}
+def _relative(norms: Iterable[tuple[float, float]]) -> float:
+    """Return the norm of the difference of all arrays together, relative to the norm of their values.
+
+    It is infinite if an array has a number that is not finite.
+    """
+    difference, value = np.linalg.norm([(0.0, 0.0), *norms], axis=0)
+    return float(difference / (value or 1.0)) if math.isfinite(difference) else math.inf
 
 
 def _flatten(value: Any, name: str) -> Arrays:
-    """Return the arrays and numbers in nested containers of a checkpoint by name: ``name`` and the keys to them."""
+    """Return the arrays of floats in nested containers of a checkpoint by name: ``name`` and the keys to them."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
@@ -114,9 +102,7 @@ def _flatten(value: Any, name: str) -> Arrays:
         for key, item in value.items():
             arrays |= _flatten(item, f"{name}.{key}")
         return arrays
-    if type(value) in (int, float):
-        return {name: value}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcV":
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "fcV":
         return {name: value.astype(np.float32) if value.dtype.kind == "V" else value}  # V: bfloat16 and the like
     return {}
 
@@ -135,28 +121,25 @@ def _read_distributed(index: Path) -> Any:
 
 
 def _read_orbax(index: Path) -> Any:
-    """Return the arrays of an Orbax checkpoint by name, without a JAX device.
+    """Return the arrays of an Orbax checkpoint by name, without a JAX device; ``index`` is its metadata file.
 
-    Each process may have written its chunks into a store of its own. ``index`` is the metadata file of the checkpoint.
+    If the stores of its processes are not merged yet, each has some chunks of an array, and zeros for the others.
     """
     tensorstore = import_module("tensorstore")
-    metadata = json.loads(index.read_text())
-    context = tensorstore.Context()
-    merged = tensorstore.KvStore.open("memory://", context=context).result()
-    for folder in (index.parent, *index.parent.glob("ocdbt.process_*")):
-        part = {"driver": "ocdbt", "base": f"file://{folder}/"}
-        store = tensorstore.KvStore.open(part, context=context).result()
-        for key in store.list().result():
-            merged[key] = store[key]
     arrays: Arrays = {}
-    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    for entry in metadata["tree_metadata"].values():
-        name = ".".join(key["key"] for key in entry["key_metadata"])
-        spec = {"driver": driver, "kvstore": f"memory://{name}/", "fill_missing_data_reads": False}
-        arrays[name] = tensorstore.open(spec, context=context).result().read().result()
+    is_merged = (index.parent / "manifest.ocdbt").exists()
+    for folder in [index.parent] if is_merged else index.parent.glob("ocdbt.process_*"):
+        base = {"driver": "ocdbt", "base": f"file://{folder}/"}
+        for key in tensorstore.KvStore.open(base).result().list().result():
+            name, _, file = key.decode().rpartition("/")
+            if file in _ZARR_DRIVERS:
+                spec = {"driver": _ZARR_DRIVERS[file], "kvstore": {**base, "path": f"{name}/"}}
+                arrays[name] = arrays.get(name, 0) + tensorstore.open(spec).result().read().result()
     return arrays
 
 
+#: Drivers of tensorstore by the file with an array's metadata.
+_ZARR_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 #: Functions that read a file, by its name or suffix.
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,

@@ -1,20 +1,12 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from prefect_elastic_train.core.causes import Cause, format_ranks
-from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
-from prefect_elastic_train.rehearsal.certificate import Problem
-from prefect_elastic_train.rehearsal.checker import (
-    Arrays,
-    float_arrays,
-    is_performance_metric,
-    largest_difference,
-    norm_difference,
-    read_arrays,
-)
+from prefect_elastic_train.rehearsal.certificate import Comparison, Problem
+from prefect_elastic_train.rehearsal.checker import Arrays, largest_difference, norm_difference, read_arrays
 from prefect_elastic_train.rehearsal.trace import COUNTERS, Trace, TracedReport
 
 #: Limit of the relative difference of each array while the number of workers is that of the undisturbed training.
@@ -25,11 +17,6 @@ RESIZE_TOLERANCE = 1e-3
 _METRIC_TOLERANCE = 1e-2
 #: Limit relative to the difference at the end of the worker group before: rounding differences grow with time.
 _MAX_GROWTH = 30.0
-#: A loop saves rarely if its interval is longer than this many times the best one.
-_RARE_FACTOR = 4.0
-_SECONDS_BETWEEN_FAILURES = 3600.0
-_MIN_BEST_INTERVAL_SECONDS = 10.0
-_MIN_SAVE_SECONDS = 0.01
 _NOT_COMPARABLE = "not comparable"
 _SAME_PROGRESS_REMEDY = (
     "report a counter that only grows, such as step; save often, at the same steps each time: save_every=<steps>"
@@ -37,30 +24,19 @@ _SAME_PROGRESS_REMEDY = (
 _SESSION_REMEDY = "a session of prefect_elastic_train.loop does this"
 
 
-class Comparison(NamedTuple):
-    """Result of the comparison of a training under faults with the undisturbed one, for the certificate's fields."""
-
-    compared: str
-    problems: list[Problem]
-    difference: float | None
-    metrics: dict[str, float]
-    undisturbed_metrics: dict[str, float]
-
-
 class _ReportPair(NamedTuple):
     """Two reports of the same progress, of the undisturbed training and of the training under faults.
 
-    ``report_index`` is the index of the report in the training under faults.
+    ``number`` counts the reports of the training under faults up to this one.
     """
 
-    report_index: int
+    number: int
     undisturbed: TracedReport
     disturbed: TracedReport
 
-    @property
-    def is_saved(self) -> bool:
-        """True if both reports have a checkpoint."""
-        return bool(self.undisturbed.checkpoint and self.disturbed.checkpoint)
+    def states(self) -> tuple[Arrays, Arrays]:
+        """Return the arrays in the checkpoints of both reports."""
+        return read_arrays(Path(self.undisturbed.checkpoint)), read_arrays(Path(self.disturbed.checkpoint))
 
 
 class _Gap(NamedTuple):
@@ -71,39 +47,34 @@ class _Gap(NamedTuple):
     location: str
 
 
-def diagnose_undisturbed(trace: Trace) -> list[Problem]:
-    """Return the problem of a loop that its undisturbed training shows; an empty list if there is none.
+def diagnose_undisturbed(trace: Trace) -> Problem | None:
+    """Return the problem of a loop that its undisturbed training shows: a failed worker, or no checkpoint.
 
-    The problem is a failed worker, no checkpoint, or a long time between two checkpoints.
+    Return None if there is no problem.
     """
     if trace.worker_failures:
-        return [_diagnose_failure(trace.worker_failures[0].causes)]
-    if not trace.saves:
-        seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
-        return [
-            Problem(
-                "never saves",
-                f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress",
-                "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes",
-            )
-        ]
-    interval = (trace.reports[trace.saves[-1]].at - trace.started_at) / len(trace.saves)
-    save_seconds = max(trace.stall_seconds / len(trace.saves), _MIN_SAVE_SECONDS)
-    best = max(best_interval(save_seconds, _SECONDS_BETWEEN_FAILURES), _MIN_BEST_INTERVAL_SECONDS)
-    if interval < _RARE_FACTOR * best:
-        return []
-    return [
-        Problem(
-            "saves rarely",
-            f"it saves each {interval:.0f} s, and a save blocks the loop for {save_seconds:.2g} s",
-            f"with one failure an hour, a save each {best:.0f} s loses least; a session's save_every='auto' finds it",
-            "warn",
-        )
-    ]
+        causes = trace.worker_failures[0].causes
+        message = causes[0].message if causes else "no error was reported"
+        if "HungLoopError" in message and "ranks-wait" in trace.warnings:
+            remedy = "call ray.train.report() on all ranks alike"
+            return Problem("reports unequally", trace.warnings["ranks-wait"], remedy)
+        return Problem("fails undisturbed", message)
+    if trace.saves:
+        return None
+    seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
+    return Problem(
+        "never saves",
+        f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress",
+        "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes",
+    )
 
 
-def compare_trainings(undisturbed: Trace, disturbed: Trace, tolerance: float = RESIZE_TOLERANCE) -> Comparison:
+def compare_trainings(
+    undisturbed: Trace, disturbed: Trace, tolerance: float = RESIZE_TOLERANCE
+) -> tuple[Comparison, Problem | None]:
     """Compare a training under faults with the undisturbed one, at reports of the same progress.
+
+    Return the comparison, and the first problem of the loop that it shows or None.
 
     Args:
         undisturbed: Trace of the undisturbed training.
@@ -111,37 +82,18 @@ def compare_trainings(undisturbed: Trace, disturbed: Trace, tolerance: float = R
         tolerance: Limit of the difference at the first checkpoint after the number of workers has changed.
     """
     comparer = _Comparer(undisturbed, disturbed, tolerance)
-    pairs = comparer.pairs
-    ignored = disturbed.ignored_checkpoint
-    problems = [Problem("ignores its checkpoint", ignored)] if ignored else []
-    # A session reports means over the steps since its last report, whose number varies between checkpoints.
-    has_session = any(undisturbed.folder.glob(f"*/{SESSION_FILE}"))
-    if not pairs or (has_session and not comparer.has_state):
-        message = "the two trainings have no report of the same progress that can be compared"
-        not_comparable = Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
-        return Comparison(message, problems or [not_comparable], None, {}, {})
     summary, problem = comparer.compare()
-    if not comparer.has_state:
-        summary = f"no checkpoint could be read of both trainings, so the metrics were compared: {summary}"
-        names = {name for pair in pairs for name in pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys()}
-        if not problem and all(name in COUNTERS or is_performance_metric(name) for name in names):
-            message = "no array of both checkpoints could be read, and the only metrics are counters"
-            problem = Problem(_NOT_COMPARABLE, message, "report the loss, too")
-    if problem and not problems:
-        problems = [problem]
-    difference = max(gap.size for gap in comparer.gaps) if comparer.has_state else None
-    return Comparison(summary, problems, difference, pairs[-1].disturbed.metrics, pairs[-1].undisturbed.metrics)
-
-
-def _pair_reports(undisturbed: Trace, disturbed: Trace) -> list[_ReportPair]:
-    """Return the pairs of reports of two trainings that have the same progress."""
-    counter = undisturbed.counter()
-    reports = {undisturbed.progress(index, counter): report for index, report in enumerate(undisturbed.reports)}
-    return [
-        _ReportPair(index, reports[progress], report)
-        for index, report in enumerate(disturbed.reports)
-        if (progress := disturbed.progress(index, counter)) in reports
-    ]
+    comparison = Comparison(compared=summary)
+    if comparer.gaps:
+        comparison.metrics = comparer.pairs[-1].disturbed.metrics
+        comparison.undisturbed_metrics = comparer.pairs[-1].undisturbed.metrics
+        if comparer.has_state:
+            comparison.difference = max(gap.size for gap in comparer.gaps)
+        else:
+            comparison.compared = f"the metrics, since no checkpoint could be read of both trainings: {summary}"
+    if "checkpoint-ignored" in disturbed.warnings:
+        problem = Problem("ignores its checkpoint", disturbed.warnings["checkpoint-ignored"])
+    return comparison, problem
 
 
 class _Comparer:
@@ -154,104 +106,98 @@ class _Comparer:
     Attributes:
         pairs: The reports of the same progress.
         has_state: True if states in checkpoints are compared; False if they cannot be read, and metrics are compared.
-        gaps: The differences that were computed.
+        gaps: The differences that were compared with a limit.
     """
 
     def __init__(self, undisturbed: Trace, disturbed: Trace, tolerance: float) -> None:
         self._undisturbed = undisturbed
         self._disturbed = disturbed
-        self.pairs = _pair_reports(undisturbed, disturbed)
-        states = (self._states(pair) for pair in self.pairs if pair.is_saved)
-        self.has_state = any(left.keys() & right.keys() for left, right in states)
+        counter = undisturbed.counter()
+        reports = {undisturbed.progress(index, counter): report for index, report in enumerate(undisturbed.reports)}
+        self.pairs = [
+            _ReportPair(index + 1, reports[progress], report)
+            for index, report in enumerate(disturbed.reports)
+            if (progress := disturbed.progress(index, counter)) in reports
+        ]
+        saved = [pair for pair in self.pairs if pair.undisturbed.checkpoint and pair.disturbed.checkpoint]
+        self.has_state = any(left.keys() & right.keys() for left, right in map(_ReportPair.states, saved))
+        self._compared = saved if self.has_state else self.pairs
         self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
         self.gaps: list[_Gap] = []
 
     def compare(self) -> tuple[str, Problem | None]:
         """Compare the two trainings. Return a summary of the comparison, and the first problem or None."""
+        # A session reports means over the steps since its last report, whose number varies between checkpoints.
+        if not self.has_state and any(self._undisturbed.folder.glob(f"*/{SESSION_FILE}")):
+            return self._summarize()
         sizes = [self._undisturbed.reports[0].world_size]
         previous = 0.0
         for group, size in self._disturbed.group_sizes.items():
             sizes.append(size)
             is_same_size = len({*sizes}) == 1
             limit = max(_SAME_SIZE_TOLERANCE if is_same_size else self._tolerance, _MAX_GROWTH * previous)
-            of_group = [pair for pair in self.pairs if pair.disturbed.group == group]
-            pairs = [pair for pair in of_group if pair.is_saved or not self.has_state]
-            for gap in self._gaps(pairs, is_same_size):
+            pairs = [pair for pair in self._compared if pair.disturbed.group == group]
+            gaps = self._gaps(pairs, is_same_size)
+            limited = gaps
+            if not is_same_size:
+                saved = (number for number, pair in enumerate(pairs[1:], 2) if pair.disturbed.checkpoint)
+                limited = gaps[: 1 if self.has_state else next(saved, 2)]
+            for gap in limited:
                 self.gaps.append(gap)
                 if gap.size > limit:
-                    return self._explain(gap, of_group[0], sizes)
-            if pairs and (last := self._gap(pairs[-1], is_same_size)):
-                previous = last.size
+                    return self._explain(gap, sizes)
+            if gaps:
+                previous = gaps[-1].size
         return self._summarize()
 
     def _gaps(self, pairs: Sequence[_ReportPair], is_same_size: bool) -> list[_Gap]:
         """Return the differences of the two trainings in one worker group.
 
-        With as many workers as in the undisturbed training, states are compared from the last pair of reports with
-        equal states on, and metrics at all pairs. With another number of workers, states are compared at the first pair
-        with checkpoints, and metrics at all pairs up to that one, at least at two.
+        States are compared at the first and at the last checkpoint, since reading them takes long; metrics at all
+        reports. If the states at the last checkpoint are equal, the first one is not read. Checkpoints without a common
+        array are left out.
         """
-        if not (is_same_size or self.has_state):
-            first_saved = next((number for number, pair in enumerate(pairs, 1) if pair.is_saved), 2)
-            pairs = pairs[: max(first_saved, 2)]
+        if self.has_state:
+            pairs = [*pairs[:1], *pairs[1:][-1:]]
         gaps: list[_Gap] = []
-        for pair in pairs if self.has_state and not is_same_size else reversed(pairs):
-            if gap := self._gap(pair, is_same_size):
+        for pair in reversed(pairs):
+            left, right = pair.states() if self.has_state else (pair.undisturbed.metrics, pair.disturbed.metrics)
+            gap = _Gap(pair, *largest_difference(left, right))
+            if self.has_state and not is_same_size:
+                # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
+                gap = _Gap(pair, norm_difference(left, right), "the state")
+            if left.keys() & right.keys():
                 gaps.insert(0, gap)
-                if self.has_state and not (is_same_size and gap.size):
-                    break
+            if self.has_state and is_same_size and gaps and not gap.size:
+                break
         return gaps
 
-    def _gap(self, pair: _ReportPair, is_same_size: bool) -> _Gap | None:
-        """Return the difference of the two trainings at a pair of reports: in checkpoints, or else in metrics.
-
-        Return None for checkpoints without a common array.
-        """
-        if not self.has_state:
-            difference = largest_difference(pair.undisturbed.metrics, pair.disturbed.metrics)
-            return _Gap(pair, difference.size, f"metric {difference.name}")
-        left, right = self._states(pair)
-        if not left.keys() & right.keys():
-            return None
-        if is_same_size:
-            return _Gap(pair, *largest_difference(left, right))
-        # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
-        return _Gap(pair, norm_difference(left, right), "the state")
-
-    def _states(self, pair: _ReportPair) -> tuple[Arrays, Arrays]:
-        """Return the arrays of floats in the two checkpoints of a pair of reports."""
-        undisturbed = read_arrays(self._undisturbed.folder / pair.undisturbed.checkpoint)
-        disturbed = read_arrays(self._disturbed.folder / pair.disturbed.checkpoint)
-        return float_arrays(undisturbed), float_arrays(disturbed)
-
     def _summarize(self) -> tuple[str, Problem | None]:
-        """Return a summary if no difference is too large, and a problem if no report after a fault was compared."""
-        last = self.gaps[-1].pair
+        """Return a summary if no difference is too large, and a problem if nothing after a fault was compared."""
         resumed = [*self._disturbed.group_sizes][1:]
-        beyond = [group for group in resumed if group > last.disturbed.group]
-        if resumed and resumed == beyond:
+        if not self.gaps or (resumed and self.gaps[-1].pair.disturbed.group < resumed[0]):
             message = "no report or checkpoint after a fault has the same progress as an undisturbed one"
             return message, Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
+        if not self.has_state and {name for pair in self.pairs for name in pair.disturbed.metrics} <= {*COUNTERS}:
+            message = "no array of both checkpoints could be read, and the only metrics are counters"
+            return message, Problem(_NOT_COMPARABLE, message, "report the loss, too")
         largest = max(gap.size for gap in self.gaps)
         same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
-        summary = f"{same} after {last.report_index + 1} reports"
+        summary = f"{same} after {self.gaps[-1].pair.number} of {len(self._disturbed.reports)} reports"
         if largest > RESIZE_TOLERANCE:
             summary += "; rounding differences from adding floats in another order had grown by then"
-        if beyond:
-            summary += f"; not compared: the reports after the last {len(beyond)} of {len(resumed)} resumes, which "
-            summary += "are further than the undisturbed training"
         return summary, None
 
-    def _explain(self, gap: _Gap, first: _ReportPair, sizes: Sequence[int]) -> tuple[str, Problem]:
+    def _explain(self, gap: _Gap, sizes: Sequence[int]) -> tuple[str, Problem]:
         """Return a summary and a problem for a difference of the two trainings that is too large.
 
         Args:
             gap: The difference.
-            first: First pair of reports of the worker group with the difference.
             sizes: Number of workers of the undisturbed training, and then of each worker group up to this one.
         """
+        group = [pair for pair in self.pairs if pair.disturbed.group == gap.pair.disturbed.group]
         summary = (
-            f"after {gap.pair.report_index + 1} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
+            f"after {gap.pair.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
             "undisturbed training"
         )
         if sizes[-1] != sizes[-2]:
@@ -274,7 +220,7 @@ class _Comparer:
         else:
             problem = Problem(
                 "does not restore all state",
-                f"{summary}; {_explain_lost_state(first)}",
+                f"{summary}; {_explain_lost_state(group[0])}",
                 "save and restore model, optimizer, schedule, random states and the position in the data: "
                 f"{_SESSION_REMEDY}",
             )
@@ -297,18 +243,3 @@ def _explain_lost_state(first: _ReportPair) -> str:
         f"{first.undisturbed.metrics[name]:.6g}, so the random state, the position in the data or a part of the model "
         "is not restored; if a report covers several steps, it may also be the optimizer's state or its schedule"
     )
-
-
-def _diagnose_failure(causes: Sequence[Cause]) -> Problem:
-    """Return the problem of a loop that fails undisturbed: ranks that wait in ``report()``, or another error.
-
-    Args:
-        causes: The causes of the failure.
-    """
-    hung = [cause for cause in causes if "HungLoopError" in cause.message and "in report\n" in cause.traceback]
-    if hung:
-        waiting = format_ranks(rank for cause in hung for rank in cause.ranks)
-        message = f"{waiting} waited in report() for the other ranks, which did not call it"
-        return Problem("reports unequally", message, "call ray.train.report() on all ranks alike")
-    message = causes[0].message if causes else "no error was reported"
-    return Problem("fails undisturbed", message)

@@ -1,9 +1,8 @@
 """Scenarios of a rehearsal: an undisturbed training, and one into which faults are injected."""
 
-import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,11 +11,11 @@ import psutil
 from prefect_elastic_train.core.request import DRIVER_MODULE
 from prefect_elastic_train.rehearsal.certificate import InjectedFault
 from prefect_elastic_train.rehearsal.sandbox import Sandbox, Scenario
-from prefect_elastic_train.rehearsal.schedule import DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, PlannedFault
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, PlannedFault
 from prefect_elastic_train.rehearsal.trace import Trace
 
-_DRAIN_SECONDS = 20.0
-_OUTAGE_SECONDS = 6.0
+#: Duration of the faults that end: an outage of the storage, and the time until a drained node is killed.
+_FAULT_SECONDS = {STORAGE: 6.0, DRAIN: 20.0}
 
 
 def run_undisturbed(trace: Trace, seconds: float) -> Scenario:
@@ -54,7 +53,6 @@ class FaultInjector:
     timeout_seconds: float
     log: Callable[[str], None]
     injected: list[InjectedFault] = field(default_factory=list)
-    _draining_node: str = ""
 
     def inject_faults(self, trace: Trace) -> Scenario:
         """Scenario with faults: inject the planned faults into a training one by one, and then stop it.
@@ -67,7 +65,7 @@ class FaultInjector:
             waited = time.monotonic() - since
             if waited > self.timeout_seconds:
                 return
-            has_new_save = bool(trace.saves) and trace.saves[-1] >= min_save
+            has_new_save = max(trace.saves, default=-1) >= min_save
             if self.faults and has_new_save and waited > self.faults[0].wait_seconds:
                 with suppress(psutil.Error):  # the target has exited by itself; the fault is tried again
                     yield from self._inject(self.faults[0], trace)
@@ -84,24 +82,25 @@ class FaultInjector:
         """
         began_at = time.time()
         before = trace.model_copy(deep=True)
-        description = self._start(fault, trace)
+        end = ExitStack()
+        description = self._start(fault, trace, end)
         self.log(f"{fault.kind}: {description}")
         recovered = False
         try:
             while not recovered and time.time() - began_at <= self.timeout_seconds:
                 yield
-                self._end_fault(time.time() - began_at)
-                recovered = self._has_recovered(fault, before, trace)
+                if time.time() - began_at > _FAULT_SECONDS.get(fault.kind, 0.0):
+                    end.close()
+                    recovered = self._has_recovered(fault, before, trace)
         finally:
-            self._end_fault(math.inf)
+            end.close()
             if recovered or not trace.is_complete:  # else the loop returned too early, and the next training repeats it
-                times = [began_at, *(at for at in trace.progress_times if at > began_at)]
-                pause = max((later - earlier for earlier, later in pairwise(times)), default=time.time() - began_at)
+                times = [began_at, *(at for at in trace.progress_times if at > began_at), time.time()]
                 injected = InjectedFault(
                     kind=fault.kind,
                     what=description,
                     recovered=recovered,
-                    seconds=round(pause, 1),
+                    seconds=round(max(later - earlier for earlier, later in pairwise(times)), 1),
                     redone=trace.redone - before.redone,
                     workers=len(trace.ranks),
                 )
@@ -121,19 +120,18 @@ class FaultInjector:
             trace: Trace of the training now.
         """
         if fault.kind == STORAGE:
-            has_new_save = max(trace.saves, default=-1) >= len(before.progress_times)
-            return has_new_save and not self.sandbox.outage.exists()
+            return max(trace.saves, default=-1) >= len(before.progress_times)
         is_new_group = trace.group_count > before.group_count and trace.progress_times[-1] >= trace.started_at
-        has_grown = fault.kind != GROWTH or len(trace.ranks) > len(before.ranks)
-        return is_new_group and has_grown and not self._draining_node
+        return is_new_group and (fault.kind != GROWTH or len(trace.ranks) > len(before.ranks))
 
-    def _start(self, fault: PlannedFault, trace: Trace) -> str:
+    def _start(self, fault: PlannedFault, trace: Trace, end: ExitStack) -> str:
         """Begin a fault, such as killing a rank or adding a node, and return its description for the certificate.
 
+        What ends the fault is added to ``end``.
         Raise psutil.Error if the process to kill or suspend has exited.
         """
         if fault.kind in (WORKER, FREEZE):
-            process_name, rank = fault.choose(sorted(trace.ranks.items(), key=lambda item: item[1]))
+            process_name, rank = fault.choose([*trace.ranks.items()])  # in the order of the ranks
             process = psutil.Process(int(process_name.rpartition(":")[2]))
             if fault.kind == WORKER:
                 process.kill()
@@ -148,7 +146,8 @@ class FaultInjector:
             return "the driver was killed"
         if fault.kind == STORAGE:
             self.sandbox.outage.touch()
-            return f"the storage did not answer for {_OUTAGE_SECONDS:g} s"
+            end.callback(self.sandbox.outage.unlink)
+            return f"the storage did not answer for {_FAULT_SECONDS[STORAGE]:g} s"
         if fault.kind == GROWTH:
             self.sandbox.add_node()
             return "a node was added"
@@ -156,21 +155,9 @@ class FaultInjector:
         if fault.kind == NODE:
             self._remove_node(node_id)
             return "a node was killed"
-        self.sandbox.nodes.drain(node_id, _DRAIN_SECONDS)
-        self._draining_node = node_id
-        return f"a node was drained, and killed after {_DRAIN_SECONDS:g} s"
-
-    def _end_fault(self, seconds: float) -> None:
-        """End an outage of the storage, and kill a drained node, if the fault was injected long enough ago.
-
-        Args:
-            seconds: Time since the injection.
-        """
-        if seconds > _OUTAGE_SECONDS:
-            self.sandbox.outage.unlink(missing_ok=True)
-        if seconds > _DRAIN_SECONDS and self._draining_node:
-            self._remove_node(self._draining_node)
-            self._draining_node = ""
+        self.sandbox.nodes.drain(node_id, _FAULT_SECONDS[DRAIN])
+        end.callback(self._remove_node, node_id)
+        return f"a node was drained, and killed after {_FAULT_SECONDS[DRAIN]:g} s"
 
     def _remove_node(self, node_id: str) -> None:
         """Kill a node of the sandbox, and add another one if the training cannot continue without it."""

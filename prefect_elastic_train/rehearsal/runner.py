@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
@@ -19,7 +18,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 
 from prefect_elastic_train.blocks import ElasticScaling
-from prefect_elastic_train.blocks.lookup import load_block
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
@@ -27,19 +25,17 @@ from prefect_elastic_train.orchestration.arguments import check_options
 from prefect_elastic_train.rehearsal.certificate import Certificate, Problem
 from prefect_elastic_train.rehearsal.comparison import (
     RESIZE_TOLERANCE,
-    Comparison,
     compare_trainings,
     diagnose_undisturbed,
 )
 from prefect_elastic_train.rehearsal.fault_injector import FaultInjector, run_undisturbed
-from prefect_elastic_train.rehearsal.sandbox import Sandbox
+from prefect_elastic_train.rehearsal.sandbox import Sandbox, sandbox_scaling
 from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
 from prefect_elastic_train.rehearsal.trace import Trace
 from prefect_elastic_train.runs.fingerprints import train_loop_name
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.sample_check import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
-from prefect_elastic_train.supervisor.devices import visible_gpus
 
 #: Share of the rehearsal for the undisturbed training, and the least time for it.
 _UNDISTURBED_SHARE = 0.15
@@ -87,7 +83,7 @@ def rehearse(
         seed: Random seed of the fault schedule.
         tolerance: Limit for the norm of the state's difference soon after a change of the number of workers. Use 0.01
             for bfloat16, and 0.1 with dropout, which draws other numbers on other ranks.
-        save_to: Folder for the certificate as JSON and HTML, also if the rehearsal fails. None: it is not written.
+        save_to: Folder for the certificate as JSON and Markdown, also if the rehearsal fails. None: it is not written.
         tell: Called with each line of progress.
         on_line: Called with source and text of each line of output of the drivers and workers.
 
@@ -97,8 +93,12 @@ def rehearse(
     """
     watch_signals()
     check_options({"framework": framework, "timeout_seconds": 60 * minutes})
-    _check_faults(faults, workers)
-    block = _sandbox_scaling(scaling, workers)
+    if not faults or not {*faults} <= {*KINDS} or workers < 1:
+        raise ConfigurationError(
+            f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
+            f"{', '.join(KINDS)}"
+        )
+    block = sandbox_scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
     certificate = _new_certificate(payload, framework, block, seed)
     with (
@@ -115,15 +115,6 @@ def rehearse(
 
 def _ignore(*_: str) -> None:
     """Ignore a line of progress or output: the default of ``tell`` and ``on_line`` of :func:`rehearse`."""
-
-
-def _check_faults(faults: Sequence[str], workers: int) -> None:
-    """Raise ConfigurationError if a rehearsal has an unknown kind of fault, no fault, or no worker."""
-    if not faults or not {*faults} <= {*KINDS} or workers < 1:
-        raise ConfigurationError(
-            f"faults={list(faults)!r}, workers={workers!r}: give at least one worker, and some of the faults "
-            f"{', '.join(KINDS)}"
-        )
 
 
 def _new_certificate(payload: Payload, framework: str, scaling: ElasticScaling, seed: int) -> Certificate:
@@ -181,12 +172,12 @@ class _Rehearsal:
         self.log("training undisturbed")
         seconds = max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
         scenario = partial(run_undisturbed, seconds=seconds)
-        trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
+        trace = self.sandbox.train("undisturbed", max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
-        self.certificate.add(*diagnose_undisturbed(trace))
-        if not self.certificate.passed:
+        if problem := diagnose_undisturbed(trace):
+            self.certificate.add(problem)
             self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
             return
         faults = schedule_faults(kinds, self.certificate.seed, self.sandbox.can_shrink)
@@ -199,23 +190,21 @@ class _Rehearsal:
         the time is up. The results are recorded in the certificate.
         """
         counter = undisturbed.counter()
-        last = len(undisturbed.reports) - 1 if undisturbed.is_complete else undisturbed.saves[-1]
-        target = undisturbed.progress(last, counter)
-        times = [undisturbed.started_at, *(report.at for report in undisturbed.reports)]
+        target = undisturbed.progress(undisturbed.saves[-1], counter)
+        times = [undisturbed.started_at, *undisturbed.progress_times]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
-        comparisons: list[Comparison] = []
         for number in range(1, _MAX_TRAININGS + 1):
             if faults[0].kind == GROWTH:  # the previous training ended between the loss of a node and the growth
                 faults.insert(0, faults[0]._replace(kind=NODE))
             self.log(f"training under faults: {', '.join(fault.kind for fault in faults)}")
             injector = FaultInjector(self.sandbox, faults, counter, target, recovery_seconds + stall_timeout, self.log)
-            trace = self.sandbox.train(f"disturbed-{number}", len(faults), stall_timeout, injector.inject_faults)
+            trace = self.sandbox.train(f"disturbed-{number}", stall_timeout, injector.inject_faults)
             self.certificate.faults += injector.injected
+            if trace.reports:
+                self._compare(undisturbed, trace)
             if trace.failure:
                 self.certificate.add(Problem("does not recover", trace.failure))
-            if trace.reports:
-                comparisons.append(self._compare(undisturbed, trace))
             shutil.rmtree(trace.folder, ignore_errors=True)
             if trace.failure or not faults or not injector.injected or time.time() > self.sandbox.ends_at:
                 break
@@ -227,60 +216,22 @@ class _Rehearsal:
                     "give it more minutes, and a config with which the loop trains longer and saves more often",
                 )
             )
-        if comparisons:
-            self._record_worst(comparisons)
 
-    def _compare(self, undisturbed: Trace, trace: Trace) -> Comparison:
+    def _compare(self, undisturbed: Trace, trace: Trace) -> None:
         """Compare a training under faults with the undisturbed one, and check the samples that it has trained on.
 
-        Add the problems to the certificate, and return the comparison.
+        Add the problems to the certificate. Of several comparisons, record the first one with a problem, or else the
+        one with the largest difference.
         """
-        comparison = compare_trainings(undisturbed, trace, self.tolerance)
-        self.certificate.add(*comparison.problems)
+        comparison, problem = compare_trainings(undisturbed, trace, self.tolerance)
+        is_largest = (comparison.difference or 0.0) >= (self.certificate.difference or 0.0)
+        if not self.certificate.findings and (problem or is_largest):
+            for name, value in comparison:
+                setattr(self.certificate, name, value)
+        if problem:
+            self.certificate.add(problem)
         check = check_samples(RunDirectory(LocalRunStore(str(trace.folder))))
         if check is not None and not check.unknown:
             self.certificate.samples = self.certificate.samples or check.message
             if check.wrong or not check.exact:
                 self.certificate.add(Problem("samples", check.message))
-        return comparison
-
-    def _record_worst(self, comparisons: Sequence[Comparison]) -> None:
-        """Record the worst comparison of the trainings in the certificate.
-
-        It is the comparison with the largest difference; one with problems takes precedence.
-        """
-        worst = max(comparisons, key=lambda comparison: (bool(comparison.problems), comparison.difference or 0.0))
-        self.certificate.compared = worst.compared
-        self.certificate.difference = worst.difference
-        self.certificate.metrics = worst.metrics
-        self.certificate.undisturbed_metrics = worst.undisturbed_metrics
-
-
-def _sandbox_scaling(scaling: ElasticScaling | str | None, workers: int) -> ElasticScaling:
-    """Load the ``ElasticScaling`` block, and return a copy adapted to the cluster of a rehearsal.
-
-    That cluster runs on this machine and has one node for each worker.
-
-    Raises:
-        ConfigurationError: The block cannot be loaded, is for TPUs, or needs more GPUs than this process may use.
-    """
-    block: ElasticScaling = load_block("scaling", scaling)
-    if block.accelerator == "tpu":
-        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
-    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
-    available = visible_gpus()
-    if available and gpus > len(available):
-        raise ConfigurationError(
-            f"{workers} workers need {gpus} GPUs, and this process may use {len(available)}; use fewer workers"
-        )
-    return block.model_copy(
-        update={
-            "max_workers": workers,
-            "min_workers": min(block.min_workers, workers),
-            "wait_for_max_seconds": 30.0,
-            "resize_check_interval_seconds": 1.0,
-            "stability_delay_seconds": 0.0,
-            "label_selector": {},
-            "placement_strategy": "PACK",
-        }
-    )

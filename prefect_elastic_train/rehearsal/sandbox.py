@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect_elastic_train import blocks
-from prefect_elastic_train.blocks.lookup import Blocks
+from prefect_elastic_train.blocks.lookup import Blocks, load_block
 from prefect_elastic_train.core.events import Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, RunRequest
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, RunRequest
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.orchestration.arguments import driver_spec, pickle_payload
 from prefect_elastic_train.rehearsal.node_cluster import COMMAND, NodeCluster
@@ -29,8 +29,38 @@ from prefect_elastic_train.supervisor.training_processes import TrainingProcesse
 Scenario = Generator[None, None, None]
 #: Called with source and text of an output line.
 OnLine = Callable[[str, str], None]
-#: Failures that the training survives in addition to the injected faults.
-_SPARE_FAILURES = 3
+#: Failures that a training survives: the injected faults and some more.
+_MAX_FAILURES = 12
+
+
+def sandbox_scaling(scaling: blocks.ElasticScaling | str | None, workers: int) -> blocks.ElasticScaling:
+    """Load the ``ElasticScaling`` block, and return a copy adapted to the cluster of a rehearsal.
+
+    That cluster runs on this machine and has one node for each worker.
+
+    Raises:
+        ConfigurationError: The block cannot be loaded, is for TPUs, or needs more GPUs than this process may use.
+    """
+    block: blocks.ElasticScaling = load_block("scaling", scaling)
+    if block.accelerator == "tpu":
+        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
+    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
+    available = visible_gpus()
+    if available and gpus > len(available):
+        raise ConfigurationError(
+            f"{workers} workers need {gpus} GPUs, and this process may use {len(available)}; use fewer workers"
+        )
+    return block.model_copy(
+        update={
+            "max_workers": workers,
+            "min_workers": min(block.min_workers, workers),
+            "wait_for_max_seconds": 30.0,
+            "resize_check_interval_seconds": 1.0,
+            "stability_delay_seconds": 0.0,
+            "label_selector": {},
+            "placement_strategy": "PACK",
+        }
+    )
 
 
 class StopTraining(BaseException):
@@ -64,8 +94,6 @@ class Sandbox(Follower):
             payload=pickle_payload(payload),
             has_datasets=bool(payload.datasets),
         )
-        self._trace: Trace
-        self._scenario: Scenario
         self._on_line = on_line
         self._runtime = TrainingProcesses(get_settings(), self)
         self._signals = count_signals()
@@ -96,7 +124,7 @@ class Sandbox(Follower):
         """Add a node with the resources of one worker to the Ray cluster. Its GPUs are those that no other node has."""
         from prefect_elastic_train.driver.ray_configs import resources_per_worker  # imports Ray
 
-        resources = dict(resources_per_worker(self._scaling))
+        resources = resources_per_worker(self._scaling)
         node: dict[str, Any] = {"num_cpus": math.ceil(resources.pop("CPU", 0)) or 1}
         gpus = math.ceil(resources.pop("GPU", 0))
         taken = [gpu for node_id in self.nodes.ids for gpu in self._gpus[node_id]]
@@ -105,22 +133,31 @@ class Sandbox(Follower):
             node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(own)}}
         self._gpus[self.nodes.add(**node, resources=resources)] = own
 
-    def train(
-        self, name: str, fault_count: int, stall_timeout_seconds: float, start_scenario: Callable[[Trace], Scenario]
-    ) -> Trace:
+    def train(self, name: str, stall_timeout_seconds: float, start_scenario: Callable[[Trace], Scenario]) -> Trace:
         """Train the loop on the Ray cluster until it returns, the scenario ends or the training fails.
 
-        Return its trace.
+        It keeps all checkpoints. Return its trace.
 
         Args:
             name: Name of the run.
-            fault_count: Number of faults that the scenario injects.
             stall_timeout_seconds: As in ``FailureBudget``.
             start_scenario: Returns the scenario for the trace of the training.
         """
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
-        spec = self._spec(name, fault_count, stall_timeout_seconds)
+        chosen = Blocks(
+            scaling=self._scaling,
+            failures=blocks.FailureBudget(
+                max_failures=_MAX_FAILURES,
+                driver_restarts=_MAX_FAILURES,
+                stall_timeout_seconds=stall_timeout_seconds,
+            ),
+            checkpoints=blocks.CheckpointPolicy(),
+            storage=blocks.LocalStorage(path=str(self.folder), preflight=False),
+            cluster=self._cluster,
+        )
+        spec = driver_spec(replace(self._request, run_name=name), chosen)
+        spec.storage._outage = str(self.outage)
         self._trace = trace = Trace(folder=self.folder / name)
         self._scenario = start_scenario(trace)
         try:
@@ -136,25 +173,6 @@ class Sandbox(Follower):
         finally:
             self._scenario.close()
         return trace
-
-    def _spec(self, name: str, fault_count: int, stall_timeout_seconds: float) -> DriverSpec:
-        """Return the driver spec of a training that survives the faults of its scenario and keeps all checkpoints."""
-        failures = fault_count + _SPARE_FAILURES
-        chosen = Blocks(
-            scaling=self._scaling,
-            failures=blocks.FailureBudget(
-                max_failures=failures,
-                driver_restarts=failures,
-                max_attempts_without_progress=_SPARE_FAILURES,
-                stall_timeout_seconds=stall_timeout_seconds,
-            ),
-            checkpoints=blocks.CheckpointPolicy(),
-            storage=blocks.LocalStorage(path=str(self.folder), preflight=False),
-            cluster=self._cluster,
-        )
-        spec = driver_spec(replace(self._request, run_name=name), chosen)
-        spec.storage._outage = str(self.outage)
-        return spec
 
     def on_event(self, event: Event, replayed: bool) -> None:
         self._trace.handle(event)

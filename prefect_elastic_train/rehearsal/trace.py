@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.rehearsal.checker import is_performance_metric
 
 #: Names of metrics by which loops count their progress, the finest first.
 COUNTERS = ("global_step", "step", "iteration", "epoch")
@@ -17,15 +18,13 @@ class TracedReport(NamedTuple):
     """Report of rank 0 in the trace of a training.
 
     Attributes:
-        metrics: The metrics that are numbers.
-        at: Time of the report, in seconds since the epoch.
+        metrics: The metrics that are numbers and not about performance, which differs in each training.
         world_size: Number of workers.
         group: Number of the worker group, from 1.
-        checkpoint: Name of the checkpoint; empty if the report has none.
+        checkpoint: Path of the checkpoint; empty if the report has none.
     """
 
     metrics: dict[str, float]
-    at: float
     world_size: int
     group: int
     checkpoint: str
@@ -43,8 +42,7 @@ class Trace(BaseModel, ev.EventHandler):
         group_count: Number of worker groups that were started.
         ranks: The ranks of the current worker group, by address and process id of their workers.
         started_at: Start of the current worker group, in seconds since the epoch.
-        stall_seconds: Time that the loop was blocked by its checkpoints.
-        ignored_checkpoint: Warning about a worker group that ignored its checkpoint.
+        warnings: The last warning about the loop of each kind, such as "checkpoint-ignored".
         failure: Reason for a final failure of the training.
     """
 
@@ -55,19 +53,17 @@ class Trace(BaseModel, ev.EventHandler):
     group_count: int = 0
     ranks: dict[str, int] = {}
     started_at: float = 0.0
-    stall_seconds: float = 0.0
-    ignored_checkpoint: str = ""
+    warnings: dict[str, str] = {}
     worker_failures: list[ev.WorkerFailed] = []
     is_complete: bool = False
     failure: str = ""
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        count = 0
-        if event.checkpoint:
-            # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
-            checkpoints = [report.checkpoint for report in self.reports]
-            is_known = event.checkpoint in checkpoints
-            count = checkpoints.index(event.checkpoint) + 1 if is_known else len(checkpoints)
+        # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
+        count = len(self.reports) if event.checkpoint else 0
+        for index in self.saves:
+            if self.reports[index].checkpoint == str(self.folder / event.checkpoint):
+                count = index + 1
         self.redone += len(self.reports) - count
         del self.reports[count:]
         self.group_count += 1
@@ -75,18 +71,18 @@ class Trace(BaseModel, ev.EventHandler):
         self.started_at = event.at
 
     def on_report(self, event: ev.Report) -> None:
-        checkpoint = event.checkpoint if isinstance(event, ev.CheckpointCommitted) else ""
-        numbers = {name: value for name, value in event.metrics.items() if type(value) in (int, float)}
-        self.reports.append(TracedReport(numbers, event.at, event.world_size, self.group_count, checkpoint))
+        checkpoint = str(self.folder / event.checkpoint) if isinstance(event, ev.CheckpointCommitted) else ""
+        numbers = {
+            name: value
+            for name, value in event.metrics.items()
+            if type(value) in (int, float) and not is_performance_metric(name)
+        }
+        self.reports.append(TracedReport(numbers, event.world_size, self.group_count, checkpoint))
         if len(self.reports) > len(self.progress_times):
             self.progress_times.append(event.at)
 
-    def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
-        self.stall_seconds += event.seconds
-
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        if event.problem == "checkpoint-ignored":
-            self.ignored_checkpoint = event.message
+        self.warnings[event.problem] = event.message
 
     def on_worker_failed(self, event: ev.WorkerFailed) -> None:
         self.worker_failures.append(event)

@@ -82,7 +82,7 @@ def diagnose(error: BaseException) -> Fault | None:
     responses = [item for item in errors if any(_http_response(item))]
     faults = [fault for fault in map(_diagnose_single, responses or errors) if fault is not None]
     # The original exception is more specific than those raised from it, so the last one counts.
-    return sorted(faults, key=lambda fault: fault.permanent)[-1] if faults else None
+    return max(reversed(faults), key=lambda fault: fault.permanent, default=None)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -102,22 +102,18 @@ def _diagnose_single(error: BaseException) -> Fault | None:
         return _UNREACHABLE if fault is _TLS and _CLOSED_TLS.search(str(error)) else fault
     code, status = _http_response(error)
     if code or status:
-        return _response_fault(code, status)
+        specific = code or str(status)
+        # The statuses 400 and 404 are less specific than the code.
+        for key in [specific] if status in (400, 404) else [specific, str(status)]:
+            if key in _FAULTS:
+                return _FAULTS[key]
+        if status >= 500:  # also unofficial ones of proxies
+            return _BUSY
+        advice = "check the credentials, and the storage's log"
+        return Fault(f"refused ({specific})", True, advice) if status >= 400 else None
     if isinstance(error, OSError) and error.errno is not None:
         fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
     return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault
-
-
-def _response_fault(code: str, status: int) -> Fault | None:
-    specific = code or str(status)
-    if specific in _FAULTS:
-        return _FAULTS[specific]
-    if status not in (400, 404) and str(status) in _FAULTS:  # these two are less specific than the code
-        return _FAULTS[str(status)]
-    if status >= 500:  # also unofficial ones of proxies
-        return _BUSY
-    advice = "check the credentials, and the storage's log"
-    return Fault(f"refused ({specific})", True, advice) if status >= 400 else None
 
 
 def _http_response(error: BaseException) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.storage.fault_classes import diagnose
 from prefect_elastic_train.storage.retries import Result, Retries
-from prefect_elastic_train.storage.store import NOTHING, Listing, RunStore, for_each, retried
+from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each, retried
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
@@ -70,9 +70,8 @@ class ObjectRunStore(RunStore):
 
     def copy_folder(self, source: str, name: str) -> None:
         # The store copies the objects itself.
-        for_each(
-            self._sizes_below(source), lambda file: self._copy(f"{name}/{file}", f"{source}/{file}"), _FILES_AT_ONCE
-        )
+        files = ObjectRunStore(source, self.storage).file_sizes("") or {}
+        for_each(files, lambda file: self._copy(f"{name}/{file}", f"{source}/{file}"), _FILES_AT_ONCE)
 
     @retried("copy")
     def _copy(self, name: str, source: str) -> None:
@@ -98,21 +97,15 @@ class ObjectRunStore(RunStore):
         return self._find(lambda files: bytes(files.cat_file(self._key(name))))
 
     @retried("list")
-    def entries(self, folder: str) -> Listing:
+    def entries(self, folder: str) -> list[tuple[str, bool]]:
         key = self._key(folder)
-        listing = Listing([], [])
-        for entry in self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
-            name = _below(key, entry["name"])
-            if name and "/" not in name:
-                names = listing.folders if entry["type"] == "directory" else listing.objects
-                names.append(name)
-        return listing
-
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        return self._sizes_below(self._key(folder)) or None  # a store has no empty folders
+        entries = self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []
+        names = [(_below(key, entry["name"]), entry["type"] == "directory") for entry in entries]
+        return [(name, is_folder) for name, is_folder in names if name and "/" not in name]
 
     @retried("list")
-    def _sizes_below(self, key: str) -> dict[str, int]:
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        key = self._key(folder)
         entries = self._find(lambda files: files.find(key, detail=True)) or {}
         # Some programs mark a folder with an empty object of its name.
         sizes = {
@@ -121,7 +114,7 @@ class ObjectRunStore(RunStore):
             if entry["type"] == "file" and entry["name"][-1] != "/"
         }
         sizes.pop("", None)
-        return sizes
+        return sizes or None  # a store has no empty folders
 
     @retried("get the size of")
     def size(self, name: str) -> int | None:

@@ -5,18 +5,18 @@ They run below Ray, in every process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
+import random
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-import tenacity
+from typing import TypeVar
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.storage.fault_classes import Fault, chain, diagnose
@@ -25,7 +25,9 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 
 Result = TypeVar("Result")
 
-_BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
+#: Longest pause after the first failed try, doubled with each other, and its limit.
+_FIRST_PAUSE_SECONDS = 0.25
+_MAX_PAUSE_SECONDS = 10.0
 _REPORT_SECONDS = 3.0  # an operation that has failed or hung for this long is reported
 
 
@@ -126,23 +128,27 @@ class Retries:
             Exception: Any other error, unchanged.
         """
 
-        def attempt() -> Result:
-            self._check_outage()
-            return operation()
-
-        with self._rules(title) as rules:
-            return tenacity.Retrying(**rules)(attempt)
+        with _monitor.operation(), closing(self._pauses(title)) as pauses:
+            next(pauses)
+            while True:
+                try:
+                    self._check_outage()
+                    return operation()
+                except Exception as error:  # noqa: BLE001 - raised again unless it is a transient fault
+                    failure = error
+                time.sleep(pauses.send(failure))
 
     async def call_async(self, title: str, operation: Callable[[], Awaitable[Result]]) -> Result:
         """Run an operation of the storage in an event loop, with retries, as :meth:`call` does without one."""
-
-        async def attempt() -> Result:  # tenacity only awaits coroutine functions
-            self._check_outage()
-            return await operation()
-
-        with self._rules(title) as rules:
-            result: Result = await tenacity.AsyncRetrying(**rules)(attempt)
-            return result
+        with _monitor.operation(), closing(self._pauses(title)) as pauses:
+            next(pauses)
+            while True:
+                try:
+                    self._check_outage()
+                    return await operation()
+                except Exception as error:  # noqa: BLE001 - raised again unless it is a transient fault
+                    failure = error
+                await asyncio.sleep(pauses.send(failure))
 
     def _check_outage(self) -> None:
         if self.outage and os.path.exists(self.outage):
@@ -158,48 +164,36 @@ class Retries:
             text = text.replace(secret, "***")
         return text
 
-    @contextmanager
-    def _rules(self, title: str) -> Iterator[dict[str, Any]]:
-        """Yield tenacity's arguments to retry one operation, which counts as running in the ``with`` block."""
-        began = 0.0
+    def _pauses(self, title: str) -> Generator[float, Exception, None]:
+        """Yield the pause in seconds after each failed try of an operation, whose error is sent to this generator.
+
+        The first value is to be ignored. If no other try follows, the generator raises: no exception is being handled
+        there, so this one gets no context, which could contain a secret.
+        """
+        error = yield 0.0
+        began = time.monotonic()
+        elapsed = 0.0
         tries = 0
         is_reported = False
-
-        def elapsed() -> float:
-            return time.monotonic() - began if tries else 0.0
-
-        def gives_up(state: tenacity.RetryCallState) -> bool:
-            nonlocal began, tries, is_reported
-            error = _error_of(state)
-            fault = diagnose(error)
-            # A StorageFaultError comes from an inner operation that was retried long enough.
-            if fault is None or fault.permanent or isinstance(error, StorageFaultError):
-                return True
-            began = began or time.monotonic()
-            tries += 1
-            _monitor.count(began, self._summary(error))
-            if elapsed() >= _REPORT_SECONDS and not is_reported:
-                is_reported = True
-                message = "%s does not answer for %.0f s, tried %d times to %s, retrying for up to %.0f s: %s"
-                logger.warning(message, self.storage, elapsed(), tries, title, self.seconds, self._summary(error))
-            return elapsed() >= self.seconds
-
-        def give_up(state: tenacity.RetryCallState) -> None:
-            # No exception is being handled here, so this one gets no context.
-            raise self._translate(_error_of(state), title, f"It was tried {tries} times for {elapsed():.0f} s")
-
         try:
-            with operation():
-                yield {
-                    "wait": lambda state: min(_BACK_OFF(state), max(0.0, self.seconds - elapsed())),
-                    "stop": gives_up,
-                    "retry_error_callback": give_up,
-                }
+            while _is_transient(error):
+                tries += 1
+                elapsed = time.monotonic() - began
+                _monitor.count(began, self._summary(error))
+                if elapsed >= _REPORT_SECONDS and not is_reported:
+                    is_reported = True
+                    message = "%s does not answer for %.0f s, tried %d times to %s, retrying for up to %.0f s: %s"
+                    logger.warning(message, self.storage, elapsed, tries, title, self.seconds, self._summary(error))
+                if elapsed >= self.seconds:
+                    break
+                longest = min(_FIRST_PAUSE_SECONDS * 2 ** min(tries - 1, 10), _MAX_PAUSE_SECONDS)
+                error = yield min(random.uniform(0.0, longest), self.seconds - elapsed)
+            raise self._translate(error, title, f"It was tried {tries} times for {elapsed:.0f} s")
         finally:
             if tries:
                 _monitor.count(began)
 
-    def _translate(self, error: BaseException, title: str, attempts: str) -> BaseException:
+    def _translate(self, error: Exception, title: str, attempts: str) -> Exception:
         """Return a StorageFaultError for an error that is a fault of the storage or contains a secret of it.
 
         Return any other error unchanged.
@@ -221,8 +215,8 @@ class Retries:
         return self.without_secrets(f"{type(error).__name__}: {error!s}")[:400]
 
 
-def _error_of(state: tenacity.RetryCallState) -> BaseException:
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    assert error is not None
-    return error
+def _is_transient(error: Exception) -> bool:
+    """Return True if an operation is retried after an error."""
+    fault = diagnose(error)
+    # A StorageFaultError comes from an inner operation that was retried long enough.
+    return fault is not None and not fault.permanent and not isinstance(error, StorageFaultError)

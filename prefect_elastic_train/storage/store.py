@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -30,13 +30,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 TEMPORARY_PREFIX = ".tmp-"
 NOTHING = ".elastic-train-nothing"  # marks an uploaded folder without files; it is not downloaded
 _FILES_AT_ONCE = 4
-
-
-class Listing(NamedTuple):
-    """Names of the objects and of the folders that are directly in a folder."""
-
-    objects: list[str]
-    folders: list[str]
 
 
 def retried(verb: str) -> Callable[[Method], Method]:
@@ -103,16 +96,19 @@ class RunStore(abc.ABC):
         """Return the content of an object in the run directory; None if it does not exist."""
 
     @abc.abstractmethod
-    def entries(self, folder: str) -> Listing:
-        """Return the names of the objects and folders directly in a folder; none if there is no such folder."""
+    def entries(self, folder: str) -> list[tuple[str, bool]]:
+        """Return the name of each object and folder directly in a folder, and True if it is a folder.
+
+        The list is empty if there is no such folder.
+        """
 
     def names(self, folder: str) -> list[str]:
         """Return the names of the objects directly in a folder of the run directory, sorted."""
-        return sorted(self.entries(folder).objects)
+        return sorted(name for name, is_folder in self.entries(folder) if not is_folder)
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the names of the folders directly in a folder of the run directory, sorted."""
-        return sorted(self.entries(folder).folders)
+        return sorted(name for name, is_folder in self.entries(folder) if is_folder)
 
     @abc.abstractmethod
     def file_sizes(self, folder: str) -> dict[str, int] | None:
@@ -221,15 +217,10 @@ class LocalRunStore(RunStore):
             return None
 
     @retried("list")
-    def entries(self, folder: str) -> Listing:
-        listing = Listing([], [])
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as iterator:
-            for entry in iterator:
-                if entry.is_dir():
-                    listing.folders.append(entry.name)
-                elif entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX):
-                    listing.objects.append(entry.name)
-        return listing
+    def entries(self, folder: str) -> list[tuple[str, bool]]:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / folder) as entries:
+            return [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(TEMPORARY_PREFIX)]
+        return []
 
     @retried("list")
     def file_sizes(self, folder: str) -> dict[str, int] | None:
@@ -261,8 +252,6 @@ class LocalRunStore(RunStore):
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         for_each(files, lambda file: self.replace(file[1], b"", file[0]), _FILES_AT_ONCE)
-        for folder in {(self._root / name).parent for _, name in files}:
-            _sync_folder(folder)
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], at_once: int) -> None:
@@ -312,8 +301,7 @@ def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[st
                 os.chmod(temporary, os.stat(source).st_mode & 0o777 if source else 0o644)
             os.fsync(file.fileno())
         yield temporary
-        if not source:  # copied files are followed by one sync of their folder
-            _sync_folder(target.parent)
+        _sync_folder(target.parent)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

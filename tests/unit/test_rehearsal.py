@@ -5,7 +5,7 @@ import math
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import count, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
 from prefect_elastic_train.rehearsal import fault_injector
 from prefect_elastic_train.rehearsal.certificate import Certificate, InjectedFault, Problem
-from prefect_elastic_train.rehearsal.comparison import Comparison, compare_trainings, diagnose_undisturbed
+from prefect_elastic_train.rehearsal.comparison import compare_trainings, diagnose_undisturbed
 from prefect_elastic_train.rehearsal.fault_injector import FaultInjector
 from prefect_elastic_train.rehearsal.runner import rehearse
 from prefect_elastic_train.rehearsal.sandbox import Sandbox, StopTraining
@@ -101,7 +101,7 @@ def _trace(
     return trace
 
 
-def _compare(folders: Path, undisturbed: Sequence[float] = LOSSES, **disturbed: Any) -> Comparison:
+def _compare(folders: Path, undisturbed: Sequence[float] = LOSSES, **disturbed: Any) -> Any:
     """Compare two trainings whose states can be read."""
     return compare_trainings(
         _trace(undisturbed, folder=folders / "one"), _trace(**{"folder": folders / "other", **disturbed})
@@ -121,19 +121,12 @@ def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None
     assert len(trace.reports) == 1, "what was committed as its driver died goes on from what is known"
 
 
-def test_a_certificate_is_not_passed_where_nothing_after_a_fault_can_be_compared(tmp_path: Path) -> None:
-    [found] = _compare(tmp_path, LOSSES[:10], resumes=ONCE).problems
-    assert (found.level, found.about) == ("fail", "not comparable")
-    assert "save_every=<steps>" in found.remedy
-
-
 @pytest.mark.parametrize(
     ("metrics", "counter"),
     [
         ([{"epoch": 1, "step": 5}, {"epoch": 1, "step": 6}], "step"),
         ([{"epoch": 1}, {"epoch": 2}], "epoch"),
         ([{"epoch": 1}, {"epoch": 1}], ""),
-        ([{"loss": 1}, {"loss": 2}], ""),
         ([{"step": 1}, {"loss": 2}], ""),
     ],
 )
@@ -187,11 +180,10 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     if what == "states" and not has_state:
         pytest.skip("only the checkpoints differ")
     folder = tmp_path / "other" if has_state else None
-    found = _compare(tmp_path, resumes=resumes, folder=folder, **{what: _changed(since, by)})
-    assert [finding.about for finding in found.problems] == ([about] if about else [])
-    told = " ".join([found.compared, *(finding.message for finding in found.problems)])
+    found, problem = _compare(tmp_path, resumes=resumes, folder=folder, **{what: _changed(since, by)})
+    assert (problem.about if problem else "") == about
     if has_state or "reports" not in part:
-        assert part in told
+        assert part in f"{found.compared} {problem}"
     assert (found.difference is None) == (not has_state)
     assert found.metrics["step"] == found.undisturbed_metrics["step"] == 30
 
@@ -201,65 +193,44 @@ def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path:
     one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=resumes)
     for step in (15, 20, 25, 30):
         np.savez(tmp_path / "other" / f"step-{step}" / "weights.npz", renamed=np.ones(2))
-    [problem] = compare_trainings(one, other).problems
-    assert problem.about == "not comparable"
-    np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
-    [problem] = compare_trainings(one, other).problems
-    assert problem.about in ("does not restore all state", "depends on the world size")
+    assert compare_trainings(one, other)[1].about == "not comparable"
+    np.savez(tmp_path / "other" / "step-30" / "weights.npz", inner=np.ones(2))
+    assert compare_trainings(one, other)[1].about in ("does not restore all state", "depends on the world size")
 
 
 def test_trainings_of_which_only_counts_are_known_are_not_compared() -> None:
     traces = [_trace(), _trace(resumes=ONCE)]
     for trace in traces:
         trace.reports = [one._replace(metrics={"step": one.metrics["step"]}) for one in trace.reports]
-    [problem] = compare_trainings(*traces).problems
-    assert (problem.about, problem.remedy) == ("not comparable", "report the loss, too")
+    assert compare_trainings(*traces)[1].remedy == "report the loss, too"
 
 
 def test_resumes_beyond_what_the_undisturbed_training_has_done_are_told(tmp_path: Path) -> None:
-    found = _compare(tmp_path, LOSSES[:20], resumes={11: (10, 2), 26: (25, 2)}, states=_changed(26, 0.5))
-    assert "not compared: the reports after the last 1 of 2 resumes" in found.compared
+    found, problem = _compare(tmp_path, LOSSES[:20], resumes={11: (10, 2), 26: (25, 2)}, states=_changed(26, 0.5))
+    assert (found.compared, problem) == ("bit for bit the same after 20 of 30 reports", None)
+    _, problem = compare_trainings(_trace(LOSSES[:10]), _trace(resumes=ONCE))
+    assert problem.about == "not comparable", "nothing after the fault"
+    assert "save_every=<steps>" in problem.remedy
 
 
 def test_a_tolerance_is_for_what_is_reported_too() -> None:
     one, other = _trace(), _trace(_changed(11, 0.05), {11: (10, 1)})
-    assert compare_trainings(one, other).problems
-    assert not compare_trainings(one, other, tolerance=0.1).problems
+    assert compare_trainings(one, other)[1]
+    assert not compare_trainings(one, other, tolerance=0.1)[1]
 
 
 def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it() -> None:
     other = _trace(_changed(11, 0.5), ONCE)
     other.handle(ev.LoopWarned(problem="no-checkpoint", message="never saved"))
     other.handle(ev.LoopWarned(problem="checkpoint-ignored", message="began again"))
-    [problem] = compare_trainings(_trace(), other).problems
-    assert (problem.about, problem.message) == ("ignores its checkpoint", "began again")
-
-
-def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely() -> None:
-    assert diagnose_undisturbed(_trace()) == []
-    rare = Trace()
-    _begin(rare)
-    _report(rare, 600.0, "step-1", step=1)
-    rare.handle(ev.CheckpointStalled(seconds=0.5))
-    [rarely] = diagnose_undisturbed(rare)
-    assert (rarely.level, rarely.about) == ("warn", "saves rarely")
-    assert "each 600 s" in rarely.message
-    assert "each 60 s" in rarely.remedy, "Young and Daly's interval for half a second and one failure an hour"
-
-
-HUNG = 'no report for 60 s; the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
+    assert compare_trainings(_trace(), other)[1] == Problem("ignores its checkpoint", "began again")
 
 
 @pytest.mark.parametrize(
     ("every", "causes", "about", "message"),
     [
         (100, [], "never saves", "30 reports in 30 s, none with a checkpoint"),
-        (
-            5,
-            [Cause([rank], "HungLoopError", traceback=HUNG.format(of)) for rank, of in enumerate(["report", "train"])],
-            "reports unequally",
-            "rank 0 waited",
-        ),
+        (5, [Cause([0, 1], "HungLoopError: no report for 60 s")], "reports unequally", "ranks wait for others"),
         (5, [Cause([0], "ValueError: nan")], "fails undisturbed", "ValueError: nan"),
     ],
 )
@@ -267,11 +238,12 @@ def test_a_loop_that_never_saves_reports_unequally_or_fails_is_found_undisturbed
     every: int, causes: list[Cause], about: str, message: str
 ) -> None:
     trace = _trace(every=every)
+    trace.handle(ev.LoopWarned(problem="ranks-wait", message="ranks wait for others"))
+    assert (diagnose_undisturbed(trace) is None) == (every == 5)
     if causes:
         trace.handle(ev.WorkerFailed(causes=causes, retried=True))
-    [problem] = diagnose_undisturbed(trace)
-    assert (problem.level, problem.about) == ("fail", about)
-    assert problem.message.startswith(message)
+    problem = diagnose_undisturbed(trace)
+    assert (problem.about, problem.message[: len(message)]) == (about, message)
 
 
 # ------------------------------------------------------------------------------------------ playing
@@ -307,7 +279,7 @@ class _InjectedTraining:
 def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fault_injector, "_OUTAGE_SECONDS", 0.0)
+    monkeypatch.setitem(fault_injector._FAULT_SECONDS, "storage", 0.0)
     faults = [PlannedFault("worker", 0.0, 0.9), PlannedFault("storage", 0.0, 0.0)]
     on = _InjectedTraining(tmp_path, monkeypatch, *faults, target=7)
     on.begin()
@@ -363,8 +335,6 @@ def test_an_undisturbed_training_ends_so_long_after_its_first_report() -> None:
     _begin(trace, at=100.0)
     _report(trace, 111.0, step=1)
     next(scenario)
-    time.sleep(0.01)
-    next(scenario)
     _report(trace, 121.5, "step-2", step=2)
     with pytest.raises(StopIteration):
         next(scenario)
@@ -380,22 +350,19 @@ INJECTED = InjectedFault(kind="worker", what="rank 1 was killed", recovered=True
 
 
 def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_nothing_is_wrong(tmp_path: Path) -> None:
-    warned = Problem(level="warn", about="saves rarely", message="it saves each 600 s", remedy="more often")
-    good = CERTIFICATE.model_copy(update={"faults": [INJECTED], "findings": [warned], "metrics": {"loss": 0.5}})
+    good = CERTIFICATE.model_copy(update={"faults": [INJECTED], "metrics": {"loss": 0.5}})
     assert good.passed
     lost = CERTIFICATE.model_copy(update={"faults": [INJECTED.model_copy(update={"recovered": False})]})
-    wrong = CERTIFICATE.model_copy(update={"findings": [Problem(about="<script>", message="x")]})
+    wrong = CERTIFICATE.model_copy(update={"findings": [Problem("never saves", "x", remedy="more often")]})
     assert not lost.passed
     assert not wrong.passed
     assert "# loops:train recovers from faults" in good.markdown()
     assert "| worker | rank 1 was killed | recovered after 1.5 s; workers: 1, repeated reports: 1 |" in good.markdown()
-    assert "*To do:* more often" in good.markdown()
+    assert "*To do:* more often" in wrong.markdown()
     good.save(tmp_path)
     assert json.loads((tmp_path / "rehearsal-loops-train-7.json").read_text())["passed"] is True
     assert Certificate.model_validate_json((tmp_path / "rehearsal-loops-train-7.json").read_text()) == good
-    assert "<td>rank 1 was killed</td>" in (tmp_path / "rehearsal-loops-train-7.html").read_text()
-    wrong.save(tmp_path)
-    assert "<script>" not in (tmp_path / "rehearsal-loops-train-7.html").read_text()
+    assert (tmp_path / "rehearsal-loops-train-7.md").read_text() == good.markdown()
 
 
 @pytest.mark.parametrize(
@@ -406,17 +373,18 @@ def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_noth
         ({"workers": 0}, "workers=0"),
         ({"minutes": 0}, "above 0"),
         ({"framework": "tf"}, "'tf' is unknown"),
+        (
+            {"scaling": ElasticScaling(accelerator="gpu", resources_per_worker={"GPU": 0.5})},
+            "2 workers need 2 GPUs, and this process may use 1",
+        ),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, Any], part: str) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], part: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigurationError, match=part):
         rehearse("json:loads", **arguments)
-
-
-def test_more_gpus_than_there_are_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigurationError, match="2 workers need 2 GPUs, and this process may use 1"):
-        rehearse("json:loads", scaling=ElasticScaling(accelerator="gpu", resources_per_worker={"GPU": 0.5}))
 
 
 def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed_and_nothing_else(
@@ -436,30 +404,21 @@ def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed
     assert not folders[0].exists()
 
 
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    """A sandbox whose training does not end by itself."""
+def test_a_training_ends_with_the_time_of_the_rehearsal_and_by_a_signal_whose_exception_an_import_has_dropped(
+    tmp_path: Path,
+) -> None:
+    watch_signals()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     with closing(Sandbox(Payload("json:loads"), "none", ElasticScaling(), tmp_path, lambda *_: None)) as sandbox:
         sandbox._scenario = (None for _ in count())
         sandbox.check_stop()
-        yield sandbox
-
-
-def test_a_training_is_cut_off_when_the_time_of_the_rehearsal_is_over(sandbox: Sandbox) -> None:
-    sandbox.ends_at = time.time()
-    with pytest.raises(StopTraining):
-        sandbox.check_stop()
-
-
-def test_a_training_ends_by_a_signal_whose_exception_an_import_has_dropped(sandbox: Sandbox) -> None:
-    watch_signals()
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
+        sandbox.ends_at = time.time()
+        with pytest.raises(StopTraining):
+            sandbox.check_stop()
         signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
         with pytest.raises(KeyboardInterrupt):
             sandbox.check_stop()
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:

@@ -40,15 +40,6 @@ def test_a_url_that_names_no_storage_is_refused_with_what_was_typed_but_a_passwo
     assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["prod", "training-storage-s3/prod"])
-def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
-    # No Prefect API is configured here: that is not the same as a name that nobody has saved.
-    with pytest.raises(ConfigurationError, match="cannot load block") as refused:
-        chosen_block("storage", text)
-    assert "API" in str(refused.value)
-    assert "there is none" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("settings", "root", "uri"),
     [
