@@ -189,9 +189,9 @@ def test_a_rank_that_is_gone_does_not_keep_from_telling_what_the_others_have_wai
 def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with_this_runs_metrics(
     controller: Controller, monkeypatch: pytest.MonkeyPatch, is_seeded: bool
 ) -> None:
-    commit = controller.training.report("ckpt-1", {"step": 8})
+    controller.training.report("ckpt-1", {"step": 8})
     if is_seeded:
-        monkeypatch.setattr(callbacks, "SEED_COMMIT", (commit.attempt, commit.sequence))
+        monkeypatch.setattr(callbacks, "SEED_COMMIT", controller.state.commits.newest.id)
     worker = SimpleNamespace(
         metadata=SimpleNamespace(node_id="n", node_ip="10.0.0.1", pid=7),
         distributed_context=SimpleNamespace(world_rank=0),

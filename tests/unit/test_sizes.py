@@ -12,6 +12,7 @@ import pytest
 from prefect_elastic_train import TrainingResult
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event, Report, decode_event, encode_event
 from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.records import CommitRecord
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, LocalStorageSettings
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
 from prefect_elastic_train.driver.attempt import Attempt
@@ -22,7 +23,6 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, check_run_is_free
-from prefect_elastic_train.runs.commits import LatestCheckpoint
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from tests.unit.support import Training, private_folder, run_callback, spec
 
@@ -74,8 +74,10 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
         if index % every == 0 or index == len(reports) - 1:
             training.upload(f"checkpoint_{index}")
             kept.append({"version": 0, "checkpoint_dir_name": f"checkpoint_{index}", "metrics": metrics})
-            made = LatestCheckpoint(f"checkpoint_{index}", metrics, size_bytes=1, commit=(begun.attempt, index))
-            controller._state.commits.latest = made
+            made = kept[-1]
+            controller._state.commits.newest = CommitRecord(
+                attempt=begun.attempt, sequence=index, snapshot={"latest_checkpoint_result": made}, manifest={}
+            )
         controller.after_report(SimpleNamespace(checkpoint=made), [metrics])
     training.snapshot |= {"checkpoint_report_indices": [*range(len(kept))], "latest_checkpoint_result": kept[-1]}
     training.log.commit(json.dumps(training.snapshot).encode())
