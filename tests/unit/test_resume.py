@@ -139,7 +139,7 @@ def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: RunStor
         (lambda store: tear(store, layout.SNAPSHOT), 1),
     ],
 )
-def test_rays_file_is_restored_and_work_of_another_program_that_is_lost_with_it_is_told(
+def test_rays_file_is_restored_and_work_of_another_program_is_told(
     store: RunStore, training: Training, change: Any, notes: int
 ) -> None:
     change(store)
