@@ -11,12 +11,12 @@ from pydantic import BaseModel, Field, ValidationError
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.size_limits import as_json
 
-SCHEMA_VERSION = 2  # that this version of the package writes; older ones are refused
+SCHEMA_VERSION = 3  # that this version of the package writes; others are refused
 
 Record = TypeVar("Record", bound="_Record")
 
 
-# Another version of this package may have written more fields.
+# Another version of this package may have written more fields of the same schema.
 class _Record(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"):
     schema_version: int = SCHEMA_VERSION
 
@@ -101,7 +101,7 @@ class Fingerprint(_Record):
 class RunRecord(_Record):
     """``run.json``: identity of the run and its creator.
 
-    ``<storage>/.elastic_train/completed/…`` has a copy of it for each completed run.
+    ``<storage>/.elastic_train/completed/…`` has copies of it for the newest completed runs.
     """
 
     name: str
@@ -198,7 +198,7 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
     """Return the record of a type that an object's bytes hold; None if there are no bytes or if they are torn.
 
     Raises:
-        AttemptFailedError: An older version of this package wrote the record; outcome ``invalid``.
+        AttemptFailedError: A version of this package with another schema wrote the record; outcome ``invalid``.
     """
     if data is None:
         return None
@@ -206,9 +206,9 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
         record = record_type.model_validate_json(data)
     except ValidationError:
         return None
-    if record.schema_version < SCHEMA_VERSION:
+    if record.schema_version != SCHEMA_VERSION:
         raise AttemptFailedError(
-            f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this "
+            f"the run was written by another version of prefect-elastic-train (schema {record.schema_version}, this "
             f"one reads {SCHEMA_VERSION}); continue with that version, or use another run_name"
         )
     return record

@@ -100,8 +100,8 @@ def begin_attempt(
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last.number and not last.ended:
             end_attempt(store, last.number, Outcome.DRIVER_LOST, f"taken over by attempt {attempt}")
+        notes += [*_configuration_notes(run, request), *(point.repairs or _snapshot_notes(run, point))]
         restore_snapshot(store, point.commit)
-        notes += [*_configuration_notes(run, request), *point.repairs]
         return Begun(attempt, point, counted + 1, notes, run.record.id)
     raise refusal(
         f"run {request.run_name!r} was changed {_MAX_TRIES} times while this driver tried to start; another flow run "
@@ -314,6 +314,17 @@ def _configuration_notes(run: RunDirectory, request: RunRequest) -> list[str]:
     if warning and run.owner and run.owner.supervisor != request.owner.supervisor:
         notes.append(warning)
     return notes
+
+
+def _snapshot_notes(run: RunDirectory, point: ResumePoint) -> list[str]:
+    """Return a message if Ray's snapshot file is torn, or has more reports than the commit that replaces it.
+
+    Fewer reports are no fault: the file is written after a commit, and not by incremental commits.
+    """
+    mirror = run.mirror
+    reports = point.commit.snapshot["current_report_index"] if point.commit else 0
+    is_unused = mirror["current_report_index"] > reports if mirror else run.read(layout.SNAPSHOT) is not None
+    return ["Ray's snapshot was torn, or written by another program, and was not used"] if is_unused else []
 
 
 def _kill_driver(last: RecordedAttempt, request: RunRequest) -> list[str]:

@@ -36,7 +36,6 @@ from prefect_elastic_train.storage.store import RunStore
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
 #: Time after which this machine sees what another one wrote to a shared mount; NFS caches listings for up to a minute.
 _SEEN_SECONDS = 75.0
-_POLLS = 75  # in this time
 
 
 class FencedOffError(ElasticTrainError):
@@ -67,9 +66,10 @@ def check_fence(store: RunStore, attempt: int) -> None:
 
 def _polls() -> Iterator[None]:
     """Yield at once, then about once a second, until a shared mount has had time to show another machine's files."""
+    deadline = time.monotonic() + _SEEN_SECONDS
     yield
-    for _ in range(_POLLS):
-        time.sleep(_SEEN_SECONDS / _POLLS)
+    while time.monotonic() < deadline:
+        time.sleep(_SEEN_SECONDS / 75)
         yield
 
 
@@ -78,7 +78,8 @@ class CommitLog:
 
     Attributes:
         trained_seconds: Returns for how long the worker groups of the attempt have trained.
-        newest: The newest commit that was read or written; None without one. It is not joined with its full commit.
+        newest: The newest commit that was read or written; None without one. An incremental commit that was written
+            lists only the new checkpoints.
     """
 
     def __init__(self, store: RunStore, attempt: int) -> None:

@@ -160,7 +160,7 @@ def _stable(value: Any, unstable: set[str]) -> Any:
             return pairs
         case type() | types.FunctionType() | types.BuiltinFunctionType():
             content = _full_name(value)
-        case _ if hasattr(value, "_fields"):  # a named tuple
+        case _ if hasattr(value, "_asdict"):  # a named tuple
             content = value._asdict()
         case tuple() | MutableSequence():
             return [stable(item) for item in value]

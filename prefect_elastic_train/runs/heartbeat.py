@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 _MISSED_BEATS = 3  # number of intervals without a new heartbeat after which a driver counts as dead
-_READS = 30  # of the heartbeat in this time
 #: Age at which a heartbeat counts as that of a dead driver, even if clocks differ. A driver without storage gives up
 #: after ``retry_seconds`` of the storage block, by default half of it.
 _DEAD_SECONDS = 600.0
@@ -115,8 +114,11 @@ def is_alive(store: RunStore, owner: Owner | None) -> bool:
     if owner and owner.host == host_id():
         return driver_process(owner) is not None
     first = store.read(layout.HEARTBEAT)
-    for _ in range(_READS):
-        time.sleep(_MISSED_BEATS * HEARTBEAT_SECONDS / _READS)
+    deadline = time.monotonic() + _MISSED_BEATS * HEARTBEAT_SECONDS
+    is_over = False
+    while not is_over:
+        time.sleep(HEARTBEAT_SECONDS / 10)
+        is_over = time.monotonic() >= deadline  # before the last read, which may be slow
         if store.read(layout.HEARTBEAT) != first:
             return True
     return False

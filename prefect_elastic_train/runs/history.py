@@ -4,6 +4,7 @@ import itertools
 import logging
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from prefect_elastic_train.storage.store import RunStore
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024
-_WRITE_SECONDS = 1.0
+_WRITE_SECONDS = 2.0
 #: Reports without a checkpoint are thinned: the minimum time between two grows by 1 s with each so many that are kept.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
@@ -49,7 +50,8 @@ class HistoryWriter:
         self._content = b""
         self._events: deque[ev.Event] = deque()  # that are not in a segment yet
         self._unwritten: dict[str, bytes] = {}  # content of the segments that have changed, by name
-        self._closed = threading.Event()
+        self._urgent = threading.Event()
+        self._closed = False
         self._last_report_at = 0.0
         self._reports_kept = 0  # since the start of the worker group
         self._skipped: list[ev.Event] = []  # the newest report if it was left out; kept if another event follows
@@ -73,6 +75,8 @@ class HistoryWriter:
             self._events += self._skipped
         self._skipped = []
         self._events.append(event)
+        if not isinstance(event, ev.Reported):
+            self._urgent.set()
 
     def close(self) -> None:
         """Write the remaining events into the history, and stop the thread. Return within some seconds.
@@ -81,14 +85,18 @@ class HistoryWriter:
         """
         self._events += self._skipped
         self._skipped = []
-        self._closed.set()
+        self._closed = True
+        self._urgent.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._write()
 
     def _run(self) -> None:
-        while not self._closed.wait(_WRITE_SECONDS):
+        while not self._closed:
+            self._urgent.wait(_WRITE_SECONDS)
+            self._urgent.clear()
             self._write()
+            time.sleep(0.2)
 
     def _write(self) -> None:
         """Add the waiting events to segments and write these; called by one thread at a time."""

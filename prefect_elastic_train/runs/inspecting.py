@@ -28,7 +28,7 @@ class RunState(str, enum.Enum):
     FAILED = "failed"
     NOT_BEGUN = "not_begun"  # a flow run has claimed it, and no attempt has begun
     DELETING = "deleting"  # it is being deleted, or its deletion was interrupted
-    UNREADABLE = "unreadable"  # the storage refuses access, or an older version wrote it
+    UNREADABLE = "unreadable"  # the storage refuses access, or another version wrote it
 
 
 _STATES = {Liveness.ALIVE: RunState.TRAINING, Liveness.DEAD: RunState.DIED, Liveness.UNKNOWN: RunState.UNKNOWN}

@@ -80,7 +80,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         if leftovers and has_no_end:
             raise refusal("its newest attempt has no end: resume the run, which removes leftovers, or delete it whole")
         return replace(plan, deletions=leftovers)
-    except AttemptFailedError as error:  # also if commits are lost, or an older version wrote the run
+    except AttemptFailedError as error:  # also if commits are lost, or another version wrote the run
         return RunPlan(run.name, 0, None, skipped=str(error))
 
 
@@ -130,8 +130,9 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
         if newest_attempt_number(store) != number:
             raise RunChangedError(f"run {plan.run} was started again while it was deleted")
 
-    for folder in store.folders():
-        if folder != layout.STATE_FOLDER:
+    state = [f"{layout.STATE_FOLDER}/{folder}" for folder in store.folders(layout.STATE_FOLDER)]
+    for folder in [*store.folders(), *state]:
+        if folder not in (layout.STATE_FOLDER, layout.ATTEMPTS):
             store.delete_folder(folder, check)
     files = store.file_sizes("") or {}
     check()  # after the listing: if it passes, the listing has no later attempt

@@ -114,6 +114,7 @@ class RunDirectory:
         self.read = cache(store.read)
         self.names = cache(store.names)
         self.commit = cache(self.commit)  # type: ignore[method-assign]
+        self.find_resume_point = cache(self.find_resume_point)  # type: ignore[method-assign]
         self.file_sizes = cache(lambda: store.file_sizes("") or {})
         self._top_folders = cache(store.folders)  # lists folders without a file, too, as an upload may leave one
 

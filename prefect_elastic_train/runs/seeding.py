@@ -17,7 +17,7 @@ from prefect_elastic_train.runs.snapshots import seed_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
-#: Number of the newest completed runs of a training of which the newest one that can be used is chosen.
+#: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
 _RECENT_RUNS = 20
 
 
@@ -102,6 +102,8 @@ def record_completed_run(storage: Storage, name: str) -> None:
     if record:
         folder = _completed_runs(storage, record.creator, record.part)
         folder.replace(f"{record.created_at:017.6f}-{name}.json", encode(record))
+        for old in folder.names("")[:-_RECENT_RUNS]:
+            folder.delete(old)
 
 
 def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
@@ -112,13 +114,14 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     fingerprint = request.fingerprint
     folder = _completed_runs(storage, request.owner, request.part)
     notes: list[str] = []
-    for name in reversed(folder.names("")[-_RECENT_RUNS:]):
-        record = decode(RunRecord, folder.read(name))
-        if not record or not record.fingerprint.may_be_loop_of(fingerprint):
-            continue
-        if record.creator.flow_run_id == request.owner.flow_run_id:
-            continue
+    for name in reversed(folder.names("")):
         try:
+            record = decode(RunRecord, folder.read(name))
+            if not record:
+                raise refusal(f"{folder.uri}/{name}, the record of a completed run, is torn")
+            is_own = record.creator.flow_run_id == request.owner.flow_run_id
+            if is_own or not record.fingerprint.may_be_loop_of(fingerprint):
+                continue
             source = _choose_checkpoint(storage, record.name, choice, record)
         except AttemptFailedError as error:
             notes.append(str(error))

@@ -77,9 +77,9 @@ def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> d
 
     usable = dict(snapshot)
     for results, parallel in _PARALLEL_LISTS.items():
-        is_left = [result["checkpoint_dir_name"] in remaining for result in snapshot[results]]
+        is_left = [result["checkpoint_dir_name"] in remaining for result in snapshot.get(results, [])]
         for field in (results, parallel):
-            usable[field] = [*compress(snapshot[field], is_left)]
+            usable[field] = [*compress(snapshot.get(field, []), is_left)]
     usable["latest_checkpoint_result"] = reported_results(usable)[-1][1]
     return usable
 

@@ -148,6 +148,7 @@ def test_a_heart_counts_as_still_after_its_third_missed_beat(
     begin(store)
     now, beats_at = [0.0], [25.0, 45.0]
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 10.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
@@ -159,7 +160,10 @@ def test_a_heart_counts_as_still_after_its_third_missed_beat(
     assert is_alive(store, None), "it beat after two and a half intervals"
     beats_at[:] = [now[0] + 35.0]
     assert not is_alive(store, None)
-    assert beats_at, "it was watched beyond the third"
+    assert beats_at.pop(), "it was watched beyond the third"
+    before = now[0]
+    assert not is_alive(SteppedStore(store.path, lambda _: sleep(40)), None)
+    assert now[0] - before < 150, "slow reads were repeated as often as fast ones"
 
 
 def test_on_its_own_machine_a_driver_is_alive_while_its_process_is(

@@ -24,7 +24,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
+from prefect_elastic_train.core.records import SCHEMA_VERSION, Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
@@ -256,13 +256,15 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) ->
         assert f"there is no run '{name}' in" in _refused(f"{command} {storage.uri} {name}")
 
 
-def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_others(
+def test_a_run_that_may_not_be_read_or_is_of_another_version_stays_and_does_not_hide_the_others(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _trained(storage, "mine")
-    secret, old = _trained(storage, "secret"), _trained(storage, "old")
-    record = (old.read(layout.attempt_name(1)) or b"").replace(b'"schema_version":2', b'"schema_version":1')
-    old.replace(layout.attempt_name(1), record)
+    secret, old, new = (_trained(storage, name) for name in ("secret", "old", "new"))
+    for store, schema in ((old, SCHEMA_VERSION - 1), (new, SCHEMA_VERSION + 1)):
+        record = json.loads(store.read(layout.attempt_name(1)) or b"") | {"schema_version": schema}
+        store.replace(layout.attempt_name(1), json.dumps(record).encode())
+    before = _everything(storage)
     scandir = os.scandir
 
     def refuse(path: Any) -> Any:
@@ -273,14 +275,18 @@ def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_
     monkeypatch.setattr(os, "scandir", refuse)
     result = _run(f"list {storage.uri} --json")
     states = {run["name"]: run["state"] for run in json.loads(result.stdout)["runs"]}
-    assert states == {"mine": "unknown", "secret": "unreadable", "old": "unreadable"}
-    assert (result.exit_code, "error: 2 of 3 runs cannot be read: " in result.stderr) == (1, True)
+    assert states == {"mine": "unknown", "secret": "unreadable", "old": "unreadable", "new": "unreadable"}
+    assert (result.exit_code, "error: 3 of 4 runs cannot be read: " in result.stderr) == (1, True)
     assert "Permission denied" in _refused(f"show {storage.uri} secret")
     assert "continue with that version, or use another run_name" in _refused(f"show {storage.uri} old")
-    assert "skipped: old: the run was written by an older version" in _done(f"prune {storage.uri} mine old")
-    with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
-        begin(old)
-    assert refused.value.outcome is Outcome.INVALID
+    pruned = _done(f"prune {storage.uri} mine old new --older-than 0.00001 --yes")
+    for store, name in ((old, "old"), (new, "new")):
+        assert f"skipped: {name}: the run was written by another version" in pruned
+        with pytest.raises(AttemptFailedError, match="written by another version") as refused:
+            begin(store)
+        assert refused.value.outcome is Outcome.INVALID
+    monkeypatch.undo()
+    assert _everything(storage) == before
 
 
 def test_show_prints_the_attempts_faults_and_checkpoints_of_a_run(storage: Storage) -> None:

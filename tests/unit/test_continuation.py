@@ -202,17 +202,29 @@ def test_completed_runs_that_are_no_base_any_more_are_passed_over_and_named_with
     assert "failed" not in told
 
 
-def test_records_of_completed_runs_that_are_torn_or_lost_are_passed_over(nights: Nights) -> None:
+def test_records_of_completed_runs_that_are_torn_or_lost_are_passed_over_and_a_torn_one_is_told(nights: Nights) -> None:
     for name in ("night-1", "night-2", "night-3"):
         nights.add(name)
     folder = Path(nights.storage.uri, ".elastic_train", "completed")
     _, torn, lost = sorted(folder.rglob("*.json"))
     torn.write_bytes(torn.read_bytes()[:100])
     lost.unlink()
-    assert nights.choose().run == "night-1"
+    source = nights.choose()
+    assert source.run == "night-1"
+    assert f"{torn}, the record of a completed run, is torn" in source.notes[0]
     record_completed_run(nights.storage, "night-2")
     assert nights.choose().run == "night-2"
     assert nights.storage.run_names() == ["night-1", "night-2", "night-3"], "it is no run"
+
+
+def test_only_the_newest_completed_runs_of_a_training_stay_recorded(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_elastic_train.runs.seeding._RECENT_RUNS", 2)
+    for number in range(4):
+        nights.add(f"night-{number}")
+    recorded = sorted(Path(nights.storage.uri, ".elastic_train", "completed").rglob("*.json"))
+    assert [path.stem.partition("-")[2] for path in recorded] == ["night-2", "night-3"]
 
 
 def test_only_runs_of_the_same_training_of_the_same_deployment_count(nights: Nights) -> None:

@@ -130,10 +130,21 @@ def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: RunStor
     assert dropped == [f"checkpoint {name} was dropped" for name in "abc"], "each is told once"
 
 
-def test_rays_file_is_restored(store: RunStore, training: Training) -> None:
-    _ray_wrote(store, "foreign")
+@pytest.mark.parametrize(
+    ("change", "notes"),
+    [
+        (lambda store: store.delete(layout.SNAPSHOT), 0),
+        (lambda store: _ray_wrote(store, "a", "b"), 0),  # as after a crash between a commit and Ray's file
+        (lambda store: _ray_wrote(store, "a", "b", "c", "foreign"), 1),
+        (lambda store: tear(store, layout.SNAPSHOT), 1),
+    ],
+)
+def test_rays_file_is_restored_and_work_of_another_program_is_told(
+    store: RunStore, training: Training, change: Any, notes: int
+) -> None:
+    change(store)
     begun = begin(store)
-    assert begun.notes == []
+    assert begun.notes == ["Ray's snapshot was torn, or written by another program, and was not used"] * notes
     assert RunDirectory(store).mirror == training.snapshot
     assert _ray_resumes(store) == begun.point.checkpoint == "c"
 
