@@ -359,7 +359,9 @@ class Training(Follower):
             request = replace(request, known_storage=("", "") if uri is None else (uri, variable))
         self.request = request
         spec = driver_spec(request, self.blocks)
-        return replace(spec, previous_end=self._publisher.report.last_end, ends_at=self._deadline - time.monotonic() + time.time())
+        return replace(
+            spec, previous_end=self._publisher.report.last_end, ends_at=self._deadline - time.monotonic() + time.time()
+        )
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
@@ -436,7 +438,7 @@ class Training(Follower):
     def logged_until(self) -> float:
         """Return the time up to which an earlier process has published this training's events; 0 if there are none.
 
-        It is the current time if that is unknown: nothing is published twice.
+        It is the current time if that is unknown, so that nothing is published twice.
         """
         published = self._last_event_time()
         return time.time() if published is None or not get_settings().reporting else published

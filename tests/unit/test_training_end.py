@@ -26,9 +26,10 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, WorkerFailed
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
-from prefect_elastic_train.orchestration import flow_run_state, supervision, task
+from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
 from prefect_elastic_train.orchestration.supervision import SilentEndError, Stop, Training, TrainingState, classify_end
 from prefect_elastic_train.orchestration.task import elastic_train, make_training
+from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import wait_for
 
 
@@ -213,6 +214,19 @@ def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_th
     has_answer = not isinstance(answer, Exception)
     assert _specs(processes)[0].request.known_storage[0] == uri
     assert written.called is has_answer
+
+
+@pytest.mark.parametrize(("state", "creates"), [("taken over", False), ("interrupted", True)])
+def test_a_process_that_another_one_has_replaced_does_not_hide_its_report_by_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
+) -> None:
+    client = MagicMock()
+    monkeypatch.setattr(report_publisher, "get_client", lambda sync_client: client)
+    publisher = report_publisher.Publisher(RunReport(run_name="mnist"), pytest.fail)
+    monkeypatch.setattr(publisher, "_written_at", math.inf)  # it writes at its end only
+    publisher.start()
+    publisher.end(state, is_published=True)
+    assert client.__enter__.return_value.create_artifact.called is creates
 
 
 @pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
