@@ -131,7 +131,7 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             training.cancelled.set()
-            await asyncio.wait([result])
+            await asyncio.gather(result, return_exceptions=True)
             if count_signals(signal.SIGINT) > interrupts:
                 # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
                 raise KeyboardInterrupt from None

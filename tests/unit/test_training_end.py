@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
@@ -28,7 +30,7 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
 from prefect_elastic_train.orchestration.supervision import SilentEndError, Stop, Training, TrainingState, classify_end
-from prefect_elastic_train.orchestration.task import elastic_train, make_training
+from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train, make_training
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import wait_for
 
@@ -272,6 +274,35 @@ def test_a_call_that_holds_an_event_loop_says_so(
 
     assert (asyncio.run(train()) if is_async else elastic_train(_loop)) == "trained"
     assert ("await aelastic_train(...)" in caplog.text) is is_async
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_logs_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cancellations: int
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def run(training: Training) -> None:
+        began.set()
+        assert training.cancelled.wait(10)
+        time.sleep(0.2)
+        ended.set()
+        raise Stop
+
+    async def train() -> None:
+        training = asyncio.create_task(aelastic_train(_loop))
+        await asyncio.to_thread(began.wait, 10)
+        for _ in range(cancellations):
+            training.cancel()
+            await asyncio.sleep(0.05)
+        await training
+
+    monkeypatch.setattr(task, "_task", lambda training: run)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(train())
+    gc.collect()
+    assert ended.is_set()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("state", [Cancelling(), Failed(), AwaitingRetry(), Running()])
