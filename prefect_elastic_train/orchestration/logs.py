@@ -11,6 +11,7 @@ from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.causes import format_ranks, leading_causes
 from prefect_elastic_train.core.events import (
     ALIVE_SECONDS,
+    EVENT_TAG,
     ROUTINE,
     AttemptEnded,
     AttemptStarted,
@@ -104,6 +105,9 @@ class RunLog:
 
         A worker's line is tagged with its rank, and a line of Ray's own output has level DEBUG.
         """
+        if text.startswith(EVENT_TAG):
+            self.note(f"An event of the driver cannot be read, and is lost: {text[:300]}", WARNING)
+            return
         is_detail = ray_output.is_detail(text)
         text = ray_output.without_marks(text)
         match = ray_output.WORKER_LINE.match(text)

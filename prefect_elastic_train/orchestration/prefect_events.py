@@ -26,7 +26,7 @@ FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}
 
 #: Fields that all events of a training have.
 _COMMON_FIELDS = {*ev.Event.model_fields, "kind"}
-#: Length of texts and of lists, such as that of failed ranks.
+#: Greatest length of texts and of lists, such as the list of failed ranks.
 _MAX_LENGTH = 2000
 
 

@@ -231,6 +231,8 @@ class Publisher:
                 json={"data": data, "description": description},
             )
             return
+        if self.report.state == "taken over":  # a new artifact would hide that of the other process
+            return
         context = TaskRunContext.get()
         self._artifacts[kind] = client.create_artifact(
             ArtifactCreate.model_validate(

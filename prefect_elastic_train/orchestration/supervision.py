@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import math
 import os
 import random
 import signal
@@ -172,9 +173,10 @@ class Training(Follower):
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
         self._state = TrainingState.CREATED
-        #: End of the time limit, in seconds since the epoch; 0: no limit.
-        self._ends_at = time.time() + self.timeout_seconds if self.timeout_seconds else 0.0
+        #: End of the time limit on the monotonic clock, which steps of the wall clock do not move.
+        self._deadline = time.monotonic() + (self.timeout_seconds or math.inf)
         self._interruptions = count_signals()
+        self._terminations = count_signals(signal.SIGTERM)
         #: Driver restarts that the run's records leave.
         self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
@@ -353,10 +355,13 @@ class Training(Follower):
         if storage_block and self.blocks.storage.preflight:
             variable = prefect_key("elastic-train-storage", storage_block)
             uri = query_prefect(lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")))
-            request = replace(request, known_storage=(uri or "", variable))  # empty: not known, or no answer
+            # Without an answer, no variable: the storage that is used now must not replace the known one.
+            request = replace(request, known_storage=("", "") if uri is None else (uri, variable))
         self.request = request
         spec = driver_spec(request, self.blocks)
-        return replace(spec, previous_end=self._publisher.report.last_end, ends_at=self._ends_at)
+        return replace(
+            spec, previous_end=self._publisher.report.last_end, ends_at=self._deadline - time.monotonic() + time.time()
+        )
 
     def _reload_blocks(self) -> None:
         """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
@@ -414,7 +419,7 @@ class Training(Follower):
             raise Stop
         if self._watch.ended:
             raise Stop(self._watch.ended)
-        if self._ends_at and time.time() > self._ends_at:
+        if time.monotonic() > self._deadline:
             raise TrainingTimeoutError(
                 f"training {self.request.run_name!r} was stopped after timeout_seconds={self.timeout_seconds:g}; its "
                 "commits are kept, and a retry of the flow run resumes from there",
@@ -431,23 +436,27 @@ class Training(Follower):
         return self._state is TrainingState.DETACHING
 
     def logged_until(self) -> float:
-        """Return the time up to which an earlier process has published this training's events, 0 if there is none."""
-        return self._last_event_time()
+        """Return the time up to which an earlier process has published this training's events; 0 if there are none.
 
-    def _last_event_time(self, **more: Any) -> float:
+        It is the current time if that is unknown, so that nothing is published twice.
+        """
+        published = self._last_event_time()
+        return time.time() if published is None or not get_settings().reporting else published
+
+    def _last_event_time(self, **more: Any) -> float | None:
         """Return the time of the newest Prefect event of this run, as :func:`last_event_time` does.
 
-        ``more`` are further conditions for the event. It is 0 also if the Prefect API does not answer.
+        ``more`` are further conditions for the event. It is None if the Prefect API does not answer.
         """
         # Other flow runs may have runs of the same name in other storages.
         flow_run = f"prefect.flow-run.{self.request.owner.flow_run_id}"
         own = {"resource": {"id": [f"{PREFIX}{self.request.run_name}"]}, "related": {"id": [flow_run]}}
-        return query_prefect(last_event_time, own | more) or 0.0
+        return query_prefect(last_event_time, own | more)
 
     def _may_detach(self, reason: BaseException) -> bool:
         # The loss of a machine sends SIGTERM, and so does a runner that carries out a cancellation. In the main thread
         # Prefect's own signal handler raises; in other threads only `count_signals` has the signal.
-        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > 0
+        terminated = isinstance(reason, TerminationSignal) or count_signals(signal.SIGTERM) > self._terminations
         return terminated and classify_end(reason, False, self._is_end_requested) is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:

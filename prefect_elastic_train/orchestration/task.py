@@ -24,6 +24,7 @@ from prefect.logging import get_run_logger
 from typing_extensions import Unpack
 
 from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
+from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 from prefect_elastic_train.orchestration.arguments import (
@@ -130,7 +131,7 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             training.cancelled.set()
-            await asyncio.wait([result])
+            await asyncio.gather(result, return_exceptions=True)
             if count_signals(signal.SIGINT) > interrupts:
                 # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.
                 raise KeyboardInterrupt from None
@@ -140,6 +141,7 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
 def make_training(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> Training:
     """Check the arguments of ``elastic_train``, load the blocks, and return the numbered training, not yet started."""
     check_options(options)
+    get_settings()  # refuses a wrong setting now, even if no block is looked up
     values: dict[str, Any] = {**options}
     loaded = {argument: load_block(argument, values.get(argument)) for argument in Blocks._fields}
     saved = {

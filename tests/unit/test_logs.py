@@ -143,11 +143,14 @@ def test_what_a_training_has_stood_in_for_a_minute_is_told_each_minute_and_what_
         assert lines.messages == expected
 
 
-def test_empty_lines_are_left_out_uncounted_and_long_ones_cut(lines: Lines) -> None:
-    _log(lines, *["  ", "(RayTrainWorker pid=77) "] * 50, "x" * 100_000, lines_per_second=0.1).close()
-    [long] = lines.messages
-    assert len(long) <= 8000
-    assert "bytes left out" in long
+def test_empty_lines_are_left_out_uncounted_long_ones_cut_and_events_that_cannot_be_read_are_told(lines: Lines) -> None:
+    empty = ["  ", "(RayTrainWorker pid=77) "] * 50
+    _log(lines, *empty, "x" * 100_000, ev.EVENT_TAG + '{"kind": "attempt_en' + 900 * "x", lines_per_second=0.1).close()
+    long, unread = lines.records
+    assert len(long.getMessage()) <= 8000
+    assert "bytes left out" in long.getMessage()
+    assert (unread.levelname, "is lost" in unread.getMessage()) == ("WARNING", True)
+    assert len(unread.getMessage()) < 400
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
@@ -25,9 +28,10 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, WorkerFailed
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
-from prefect_elastic_train.orchestration import flow_run_state, supervision, task
+from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
 from prefect_elastic_train.orchestration.supervision import SilentEndError, Stop, Training, TrainingState, classify_end
-from prefect_elastic_train.orchestration.task import elastic_train, make_training
+from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train, make_training
+from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import wait_for
 
 
@@ -72,10 +76,11 @@ def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(end: st
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     processes: Mock, monkeypatch: pytest.MonkeyPatch, reason: BaseException, terminated: bool, goes_on: bool
 ) -> None:
+    monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1)
     training: Any = make_training(_loop)
     training._enter(TrainingState.RUNNING)
     training._is_end_requested = lambda: False
-    monkeypatch.setattr(supervision, "count_signals", lambda *numbers: int(terminated))
+    monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1 + terminated)  # one came before the call
     assert training.keeps_job(reason) is goes_on
     assert (training._state is TrainingState.DETACHING) is goes_on
 
@@ -178,6 +183,54 @@ def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_an
     assert len(notes) == 2
 
 
+@pytest.mark.parametrize(("limit", "remaining"), [(None, math.inf), (60.0, 59.0)])
+def test_a_time_limit_moves_with_the_wall_clock_in_the_driver_only(
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, limit: float | None, remaining: float
+) -> None:
+    clock = Mock(monotonic=lambda: 10.0, time=lambda: 1000.0)
+    monkeypatch.setattr(supervision, "time", clock)
+    training = make_training(_loop, timeout_seconds=limit)
+    processes.attempts = [[LOST]]
+    clock.monotonic, clock.time = lambda: 11.0, lambda: 5000.0
+    _fail(training)
+    assert _specs(processes)[0].ends_at == 5000.0 + remaining
+    clock.monotonic = lambda: 71.0
+    with pytest.raises(TrainingTimeoutError) if limit else nullcontext():
+        training.check_stop()
+
+
+@pytest.mark.parametrize("answer", [ConnectionError("no answer"), None, SimpleNamespace(value="/old")])
+def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_the_api(
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    client = Mock()
+    client.read_variable_by_name.side_effect = [answer]
+    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    monkeypatch.setattr(supervision, "saved_name", lambda block: "training-storage-directory/lab")
+    written = Mock()
+    monkeypatch.setattr(supervision.Variable, "set", written)
+    training = make_training(_loop)
+    processes.attempts = [[AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"), LOST]]
+    _fail(training)
+    uri = getattr(answer, "value", "")
+    has_answer = not isinstance(answer, Exception)
+    assert _specs(processes)[0].request.known_storage[0] == uri
+    assert written.called is has_answer
+
+
+@pytest.mark.parametrize(("state", "creates"), [("taken over", False), ("interrupted", True)])
+def test_a_process_that_another_one_has_replaced_does_not_hide_its_report_by_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
+) -> None:
+    client = MagicMock()
+    monkeypatch.setattr(report_publisher, "get_client", lambda sync_client: client)
+    publisher = report_publisher.Publisher(RunReport(run_name="mnist"), pytest.fail)
+    monkeypatch.setattr(publisher, "_written_at", math.inf)  # it writes at its end only
+    publisher.start()
+    publisher.end(state, is_published=True)
+    assert client.__enter__.return_value.create_artifact.called is creates
+
+
 @pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
 def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised(
     processes: Mock, monkeypatch: pytest.MonkeyPatch, outcome: Outcome
@@ -223,6 +276,35 @@ def test_a_call_that_holds_an_event_loop_says_so(
     assert ("await aelastic_train(...)" in caplog.text) is is_async
 
 
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_logs_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cancellations: int
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def run(training: Training) -> None:
+        began.set()
+        assert training.cancelled.wait(10)
+        time.sleep(0.2)
+        ended.set()
+        raise Stop
+
+    async def train() -> None:
+        training = asyncio.create_task(aelastic_train(_loop))
+        await asyncio.to_thread(began.wait, 10)
+        for _ in range(cancellations):
+            training.cancel()
+            await asyncio.sleep(0.05)
+        await training
+
+    monkeypatch.setattr(task, "_task", lambda training: run)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(train())
+    gc.collect()
+    assert ended.is_set()
+    assert "never retrieved" not in caplog.text
+
+
 @pytest.mark.parametrize("state", [Cancelling(), Failed(), AwaitingRetry(), Running()])
 def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any) -> None:
     ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
@@ -232,10 +314,14 @@ def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state:
     assert marked == (ids if state.is_cancelling() else ids[:1])
 
 
-@pytest.mark.parametrize(("published", "until"), [([100, 90], 100.0), ([], 0.0), (None, 0.0)])
-def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_its_beginning_without_one(
-    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, until: float
+@pytest.mark.parametrize(
+    ("published", "reporting", "until"),
+    [([100, 90], True, 100.0), ([], True, 0.0), (None, True, 500.0), ([], False, 500.0)],
+)
+def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_now_if_that_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, reporting: bool, until: float
 ) -> None:
+    monkeypatch.setattr(supervision, "get_settings", lambda: ElasticTrainSettings(reporting=reporting))
     training = make_training(_loop, run_name="mnist")
     client = Mock()
     if published is None:
@@ -245,6 +331,7 @@ def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_its_be
             SimpleNamespace(occurred=datetime.fromtimestamp(at)) for at in published
         ]
     monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    monkeypatch.setattr(supervision, "time", Mock(time=lambda: 500.0))
     assert training.logged_until() == pytest.approx(until, abs=1e-5)
     wanted = client.read_events.call_args.args[0]
     assert wanted.resource.id == ["elastic-train.run.mnist"]

@@ -30,8 +30,10 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.blocks import lookup
 from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import may_retry
 from prefect_elastic_train.driver.user_code import make_datasets
+from prefect_elastic_train.orchestration import task as task_module
 from prefect_elastic_train.orchestration.arguments import TrainOptions, driver_spec
 from prefect_elastic_train.orchestration.supervision import attempt_error
 from prefect_elastic_train.orchestration.task import _elastic_train_task, _task, elastic_train, make_training
@@ -200,6 +202,22 @@ def test_a_saved_block_is_loaded_again_at_each_attempt_unless_the_call_passed_it
     training = make_training(loop, scaling=scaling)
     assert training.blocks.scaling is saved
     assert training.saved_blocks == ({"scaling": "elastic-scaling/lab"} if is_reloaded else {})
+
+
+def test_a_wrong_setting_is_refused_at_the_call_whatever_blocks_are_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_module, "get_settings", get_settings.__wrapped__)  # which other tests have called
+    monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS", "soon")
+    blocks: dict[str, Any] = {
+        "scaling": ElasticScaling(),
+        "failures": FailureBudget(),
+        "checkpoints": CheckpointPolicy(),
+        "storage": LocalStorage(path=str(tmp_path)),
+        "cluster": RayCluster(),
+    }
+    with pytest.raises(ConfigurationError, match="LIVENESS_TIMEOUT_SECONDS='soon' is not allowed"):
+        make_training(loop, **blocks)
 
 
 @pytest.mark.parametrize("directory", ["./runs", Path("runs")])  # a Path is never the name of a block
