@@ -119,6 +119,7 @@ class JobDriver(DriverHandle):
         self._started_at = time.monotonic()
         self._answered_at = self._started_at
         self._log_read_at = self._started_at
+        self._heartbeat_at = self._started_at
         already = " already, which is followed from now on" if self._was_running else ""
         self.follower.on_note(
             f"The training runs as job {self._id}{already}; its log: {self._client.get_address()}/#/jobs/{self._id}"
@@ -205,8 +206,8 @@ class JobDriver(DriverHandle):
             time.sleep(0.5)
         if self._running_id:
             self.follower.on_note(
-                f"Job {self._running_id} could not be stopped ({problem}). Ray stops a pending job when it starts; any "
-                f"other, stop with `ray job stop {self._running_id}` when the cluster answers again"
+                f"Job {self._running_id} could not be stopped ({problem}). If it is pending, Ray stops it when it "
+                f"starts; else stop it with `ray job stop {self._running_id}` when the cluster answers again"
             )
 
     def process_event(self, event: Event) -> None:
@@ -257,17 +258,19 @@ class JobDriver(DriverHandle):
         """Call a request to the dashboard until it is answered, and return the answer.
 
         Raises:
-            AttemptFailedError: The dashboard did not answer for `seconds`.
+            AttemptFailedError: The dashboard did not answer for `seconds` after its first failure.
         """
-        deadline = time.monotonic() + seconds
-        is_noted = False
+        deadline = 0.0
         while True:
             try:
                 answer = request()
                 self._has_answered = True
                 return answer
             except UnreachableError as error:
-                if time.monotonic() > deadline:
+                if not deadline:
+                    deadline = time.monotonic() + seconds  # from here, since an upload may take longer
+                    self.follower.on_note(f"No Ray dashboard answers ({error}); requests are repeated")
+                elif time.monotonic() > deadline:
                     raise AttemptFailedError(
                         f"no Ray dashboard answers at {self._client.get_address()} ({error}; tried for {seconds:g} s). "
                         "Correct the address of the RayCluster, or see whether the head of the cluster is up",
@@ -275,9 +278,6 @@ class JobDriver(DriverHandle):
                         # A dashboard that never answered is more likely misspelt than lost; a retry cannot help.
                         final=not self._has_answered,
                     ) from error
-                if not is_noted:
-                    self.follower.on_note(f"No Ray dashboard answers ({error}); requests are repeated")
-                is_noted = True
             self._wait(_REQUEST_INTERVAL_SECONDS)
 
     def _end_of_job(self) -> AttemptEnded:
