@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -57,23 +57,23 @@ class JobDriver(DriverHandle):
     Args:
         _wait: Waits for some seconds, and checks meanwhile that the flow run goes on.
         _folder: The private folder, in which the job's package is made.
-        _previous: The driver of the previous attempt in this process.
+        previous: The driver of the previous attempt in this process.
     """
 
     _wait: Callable[[float], None]
     _spec: DriverSpec
     _folder: Path
-    _previous: JobDriver | None
+    previous: InitVar[JobDriver | None]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, previous: JobDriver | None) -> None:
         super().__post_init__()
         self._client = JobClient(self._spec.cluster)
         #: True once the dashboard has answered: then its address is not misspelt. Without an answer no attempt follows.
-        self._has_answered = self._spec.request.resumed or self._previous is not None
+        self._has_answered = self._spec.request.resumed or previous is not None
         #: Id of a job that may still run; empty for none.
-        self._running_id: str = self._previous._running_id if self._previous else ""
+        self._running_id: str = previous._running_id if previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
-        self._received_until: float = self._previous._received_until if self._previous else 0.0
+        self._received_until: float = previous._received_until if previous else 0.0
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"
