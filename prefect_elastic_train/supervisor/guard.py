@@ -10,10 +10,11 @@ has died if the pipe closes or if it is no longer the guard's parent. Then the g
 processes, and removes the folder.
 
 Each hour it updates the timestamps of all files in the folder, since cleaners of /tmp remove files that were not used
-for some days.
+for some days, and removes the logs of Ray's workers that have exited.
 """
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -45,6 +46,9 @@ def main(folder: str, parent: int) -> None:
             break
         if time.monotonic() % _MAINTENANCE_SECONDS < _GUARD_POLL_SECONDS:
             with suppress(OSError):  # a file was removed meanwhile: the rest follows an hour later
+                for log in Path(folder).glob("r0/session_*/logs/*worker-*"):  # their names end with a process id
+                    if not psutil.pid_exists(int(re.findall(r"\d+", log.name)[-1])):
+                        log.unlink()
                 for path in Path(folder).rglob("*"):
                     os.utime(path, follow_symlinks=False)
     drivers = []

@@ -2,8 +2,6 @@
 
 A job's package contains this Python package, the driver's spec, and the user's code. It is stored in the cluster's
 package store and on its nodes, where all users of the cluster can read it.
-
-Uses ``ray._raylet.AuthenticationTokenLoader``, which knows where Ray's own settings have a token.
 """
 
 import os
@@ -11,7 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import ray
 import requests
 from pydantic import SecretStr
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -85,9 +82,15 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         bundle = os.path.expanduser(cluster.ca_bundle) or os.environ.get("SSL_CERT_FILE", "")
         # Skips JobSubmissionClient's constructor, which reads the address from the environment and sends a request.
         # Each request sets its headers; those given here keep Ray from looking for a token.
-        SubmissionClient.__init__(
-            self, cluster.address, headers={"Authorization": ""}, verify=cluster.verify_tls and (bundle or True)
-        )
+        try:
+            SubmissionClient.__init__(
+                self, cluster.address, headers={"Authorization": ""}, verify=cluster.verify_tls and (bundle or True)
+            )
+        except OSError as error:
+            raise RefusedError(
+                f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read ({error}); give the path of "
+                "a PEM file on this machine"
+            ) from error
 
     def check_version(self) -> None:
         """Check that the cluster runs the same minor version of Ray as this process.
@@ -96,7 +99,10 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             RefusedError: It runs another one, with which the driver cannot work.
         """
         with _unexpected_answers():
-            version = str(self._do_request("GET", "/api/version").json()["ray_version"])
+            answer = self._do_request("GET", "/api/version")
+            if answer.status_code != 200:
+                self._raise_error(answer)
+            version = str(answer.json()["ray_version"])
         if version.split(".")[:2] != ray.__version__.split(".")[:2]:
             raise RefusedError(
                 f"the cluster at {self.get_address()} runs Ray {version} and the flow Ray {ray.__version__}; use the "
@@ -192,13 +198,13 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         # Without an `auth`, requests would use a .netrc in place of the token.
         options |= {"timeout": timeout, "allow_redirects": False, "auth": lambda request: request}
         try:
-            self._headers = _authorization(self._cluster)
+            self._headers = _authorization(self._cluster)  # the token may be in a file that changes
             answer: requests.Response = super()._do_request(method, endpoint, **options)
             return answer
         except AuthenticationError as error:
             raise RefusedError(
-                f"the Ray cluster at {self.get_address()} refused the token ({str(error).splitlines()[0]}), or there "
-                "is none; give its token as auth_token of the RayCluster"
+                f"the Ray cluster at {self.get_address()} refused the token ({str(error).splitlines()[0]}); give its "
+                "token as auth_token of the RayCluster"
             ) from error
         except requests.RequestException as error:
             reason = getattr(error.args[0] if error.args else error, "reason", error)
@@ -219,9 +225,10 @@ def _authorization(cluster: ClusterSettings) -> dict[str, Any]:
 
     The token is that of the block, or else that of Ray's own settings.
     """
-    loader = AuthenticationTokenLoader.instance()
-    loader.reset_cache()  # the token may be in a file that changes
-    token = (cluster.auth_token.get_secret_value() or loader.get_raw_token(ignore_auth_mode=True)).strip()
+    token = cluster.auth_token.get_secret_value() or os.environ.get("RAY_AUTH_TOKEN", "")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    with suppress(OSError):
+        token = (token or path.read_text(errors="replace")).strip()
     if not re.fullmatch("[!-~]*", token):
         raise RefusedError(
             "the cluster's token holds characters that no token has, such as spaces or line ends; copy it again"

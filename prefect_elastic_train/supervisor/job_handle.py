@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -57,23 +57,23 @@ class JobDriver(DriverHandle):
     Args:
         _wait: Waits for some seconds, and checks meanwhile that the flow run goes on.
         _folder: The private folder, in which the job's package is made.
-        _previous: The driver of the previous attempt in this process.
+        previous: The driver of the previous attempt in this process.
     """
 
     _wait: Callable[[float], None]
     _spec: DriverSpec
     _folder: Path
-    _previous: JobDriver | None
+    previous: InitVar[JobDriver | None]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, previous: JobDriver | None) -> None:
         super().__post_init__()
         self._client = JobClient(self._spec.cluster)
         #: True once the dashboard has answered: then its address is not misspelt. Without an answer no attempt follows.
-        self._has_answered = self._spec.request.resumed or self._previous is not None
+        self._has_answered = self._spec.request.resumed or previous is not None
         #: Id of a job that may still run; empty for none.
-        self._running_id: str = self._previous._running_id if self._previous else ""
+        self._running_id: str = previous._running_id if previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
-        self._received_until: float = self._previous._received_until if self._previous else 0.0
+        self._received_until: float = previous._received_until if previous else 0.0
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"
@@ -118,6 +118,7 @@ class JobDriver(DriverHandle):
         self._started_at = time.monotonic()
         self._answered_at = self._started_at
         self._log_read_at = self._started_at
+        self._heartbeat_at = self._started_at
         already = " already, which is followed from now on" if self._was_running else ""
         self.follower.on_note(
             f"The training runs as job {self._id}{already}; its log: {self._client.get_address()}/#/jobs/{self._id}"
@@ -204,8 +205,8 @@ class JobDriver(DriverHandle):
             time.sleep(0.5)
         if self._running_id:
             self.follower.on_note(
-                f"Job {self._running_id} could not be stopped ({problem}). Ray stops a pending job when it starts; any "
-                f"other, stop with `ray job stop {self._running_id}` when the cluster answers again"
+                f"Job {self._running_id} could not be stopped ({problem}). If it is pending, Ray stops it when it "
+                f"starts; else stop it with `ray job stop {self._running_id}` when the cluster answers again"
             )
 
     def process_event(self, event: Event) -> None:
@@ -256,17 +257,19 @@ class JobDriver(DriverHandle):
         """Call a request to the dashboard until it is answered, and return the answer.
 
         Raises:
-            AttemptFailedError: The dashboard did not answer for `seconds`.
+            AttemptFailedError: The dashboard did not answer for `seconds` after its first failure.
         """
-        deadline = time.monotonic() + seconds
-        is_noted = False
+        deadline = 0.0
         while True:
             try:
                 answer = request()
                 self._has_answered = True
                 return answer
             except UnreachableError as error:
-                if time.monotonic() > deadline:
+                if not deadline:
+                    deadline = time.monotonic() + seconds  # from here, since an upload may take longer
+                    self.follower.on_note(f"No Ray dashboard answers ({error}); requests are repeated")
+                elif time.monotonic() > deadline:
                     raise AttemptFailedError(
                         f"no Ray dashboard answers at {self._client.get_address()} ({error}; tried for {seconds:g} s). "
                         "Correct the address of the RayCluster, or see whether the head of the cluster is up",
@@ -274,9 +277,6 @@ class JobDriver(DriverHandle):
                         # A dashboard that never answered is more likely misspelt than lost; a retry cannot help.
                         final=not self._has_answered,
                     ) from error
-                if not is_noted:
-                    self.follower.on_note(f"No Ray dashboard answers ({error}); requests are repeated")
-                is_noted = True
             self._wait(_REQUEST_INTERVAL_SECONDS)
 
     def _end_of_job(self) -> AttemptEnded:

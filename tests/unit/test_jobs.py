@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -131,7 +131,7 @@ class Dashboard(ThreadingHTTPServer):
         job = self.jobs.get(submission_id)
         if job is None:
             return 404, f"Job {submission_id} does not exist"
-        if what == ["stop"]:
+        if what == ["stop"] and job["status"] == "RUNNING":  # one that waits for its start is not stopped
             job["status"] = "STOPPED"
         return 200, '{"stopped": true}' if what else json.dumps(job)
 
@@ -207,7 +207,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
         ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
         ((200, "{}"), UnreachableError, "is no Ray dashboard"),
         ((401, "who are you"), RefusedError, "refused the token (Authentication required: who are you)"),
-        ((502, "bad gateway"), UnreachableError, "is no Ray dashboard"),
+        ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
         (None, UnreachableError, "RemoteDisconnected"),
         ((200, '{"ray_version": "2.1.0"}'), RefusedError, "use the same minor version"),
     ],
@@ -247,6 +247,11 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     client.submitted_jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
     client.submitted_jobs()
+    for content in (b"of-the-file", b"hush\xff"):
+        (tmp_path / "token").write_bytes(content)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        with nullcontext() if content.isascii() else pytest.raises(RefusedError, match="holds characters that no"):
+            client.submitted_jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
     client.submitted_jobs()
     client = JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")}))
@@ -254,7 +259,7 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     with pytest.raises(UnreachableError) as raised:
         client.submitted_jobs()
     assert raised.value.__cause__ is raised.value.__context__ is None
-    assert dashboard.tokens == ["", "of-the-home", "of-the-environment", "of-the-block"]
+    assert dashboard.tokens == ["", "of-the-home", "of-the-file", "of-the-environment", "of-the-block"]
 
 
 @pytest.mark.parametrize("token", ["hush\nhush", "h\u00fcsh"])
@@ -262,6 +267,14 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> Non
     with pytest.raises(RefusedError) as refused:
         JobClient(ClusterSettings(address="http://head:8265", auth_token=token)).submitted_jobs()
     assert (refused.value.outcome, "hush" in str(refused.value)) == (Outcome.INVALID, False)
+
+
+def test_certificates_that_cannot_be_read_are_refused_with_their_path(tmp_path: Path) -> None:
+    (tmp_path / "invalid").write_text("no certificate")
+    for path in (tmp_path / "invalid", tmp_path / "missing"):
+        with pytest.raises(RefusedError, match=f"ca_bundle '{path}', cannot be read") as refused:
+            JobClient(ClusterSettings(address="https://head:8265", ca_bundle=str(path)))
+        assert refused.value.outcome is Outcome.INVALID
 
 
 class Flow(Supervisor):
@@ -328,8 +341,9 @@ def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_privat
 
 @pytest.mark.parametrize("answer", [(502, "bad gateway"), (200, "<html>log in</html>")])
 def test_a_submission_whose_answer_is_lost_is_recognised(
-    dashboard: Dashboard, flow: Flow, answer: tuple[int, str]
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]
 ) -> None:
+    monkeypatch.setattr(job_handle, "_SUBMIT_SECONDS", 0.0)  # it takes longer than its retries
     dashboard.train(answer)
     assert flow.train(dashboard, run_name="lr=0.1, wide") == ENDED
     assert dashboard.asked.count("POST /api/jobs/") == 1
@@ -491,6 +505,17 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
     assert flow.job is not None
     flow.job.stop()
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
+
+
+def test_a_job_that_waits_for_its_start_holds_a_cancel_up_for_a_limited_time(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_handle, "JOB_STOP_SECONDS", 0.1)
+    dashboard.on_submit = lambda submission_id: dashboard.end(status="PENDING")
+    flow.check_stop = lambda: stop() if dashboard.jobs else None  # type: ignore[method-assign]
+    with pytest.raises(Stop):
+        flow.train(dashboard)
+    assert "could not be stopped (it is still PENDING)" in flow.notes[-1]
 
 
 @pytest.mark.usefixtures("stops_by_signal")
