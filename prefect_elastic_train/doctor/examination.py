@@ -127,7 +127,7 @@ def check_versions() -> Iterator[Finding]:
 def check_server() -> Iterator[Finding]:
     """Check that the Prefect server answers, has a compatible version and accepts the credentials."""
     if determine_server_type() is ServerType.EPHEMERAL:
-        yield ok("PREFECT_API_URL is not set: each process has a temporary server, without a UI and saved blocks")
+        yield ok("PREFECT_API_URL is not set: each process has a temporary server, without a UI or saved blocks")
         return
     with _prefect_client() as client:
         url = str(client.api_url).rstrip("/")
