@@ -20,7 +20,7 @@ from prefect_elastic_train.core.version import __version__
 
 __all__ = ["app"]
 
-#: Commands with the help text of their list.
+#: Commands, each with its text in the list.
 COMMANDS = {
     "run": "Train with a loop, without writing a flow for it. Logs go to standard error.",
     "rehearse": "Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.",

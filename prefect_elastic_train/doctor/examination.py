@@ -62,7 +62,7 @@ _STOP_SECONDS = 4.0
 def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
     """Run the checks of ``elastic-train doctor``, and yield their findings.
 
-    Without a server no blocks are checked, and without blocks neither the storage nor the cluster.
+    If the server fails, the other checks are left out; if the blocks fail, those of the storage and the cluster.
 
     Args:
         storage: A directory, a URL or a saved block.
