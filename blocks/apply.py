@@ -1,4 +1,4 @@
-"""Save the profiles as block documents: `python -m blocks.apply [PROFILE]...`. It can be repeated."""
+"""Save the profiles as block documents: `python -m blocks.apply [PROFILE]... [--dry-run]`. It can be repeated."""
 
 import os
 from typing import Annotated
@@ -45,6 +45,7 @@ def main(
     profiles: Annotated[
         list[str] | None, typer.Argument(help=f"{', '.join(PROFILES)}; default all.", metavar="[PROFILE]...")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be saved.")] = False,
 ) -> None:
     """Create or update the block documents of the profiles, and print their names.
 
@@ -53,9 +54,11 @@ def main(
     """
     with exit_on_error():
         documents, skipped = chosen_documents(profiles or [], os.environ)
-        saved = apply(documents)
+        saved = apply(documents, dry_run=dry_run)
     for line in [*saved, *skipped]:
         typer.echo(line)
+    if dry_run:
+        typer.echo("dry run: nothing was written")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import Self
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import SettingsModel
 
 _REPOSITORY = "prefect-elastic-train/prefect-elastic-train"
 
@@ -34,8 +35,10 @@ class TrainingBlock(Block):
 
         The settings can be loaded without Prefect, as in a driver.
         """
-        settings_type = next(base for base in type(self).__mro__ if not issubclass(base, Block))
-        return settings_type(**dict(self))
+        settings_type = next(
+            base for base in type(self).__mro__ if issubclass(base, SettingsModel) and not issubclass(base, Block)
+        )
+        return settings_type(**{name: getattr(self, name) for name in settings_type.model_fields})
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -55,7 +58,7 @@ class TrainingBlock(Block):
         return schema
 
     @classmethod
-    def _from_block_document(cls, block_document: BlockDocument) -> Self:
+    def _load_from_block_document(cls, block_document: BlockDocument, validate: bool = True) -> Self:
         """Load a saved block from its Prefect document.
 
         Raises:
@@ -63,7 +66,9 @@ class TrainingBlock(Block):
                 Prefect's own error does not.
         """
         try:
-            return super()._from_block_document(block_document)
-        except ValidationError as error:
+            return super()._load_from_block_document(block_document, validate=validate)
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
             name = f"{cls.get_block_type_slug()}/{block_document.name}"
-            raise ConfigurationError(f"block {name} holds a value that is not allowed: {error}") from error
+            raise ConfigurationError(f"block {name} holds a value that is not allowed: {error.__cause__}") from error

@@ -20,7 +20,7 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def apply(documents: Mapping[str, Sequence[TrainingBlock]]) -> list[str]:
+def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = False) -> list[str]:
     """Save Prefect blocks under names, and overwrite what was edited in the UI. A repeated call changes nothing.
 
     All names are checked before anything is written. Existing documents keep their ids, so deployments that refer to
@@ -28,6 +28,7 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]]) -> list[str]:
 
     Args:
         documents: Blocks by the name that they are saved under, at most one of each type under a name.
+        dry_run: Write nothing; only return what would be saved.
 
     Returns:
         A line for each document, in the order of ``documents``: ``created`` or ``updated``, and
@@ -48,7 +49,7 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]]) -> list[str]:
             "server start`, and run `prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api`"
         )
     with get_client(sync_client=True) as client:
-        return [_save(client, block, name) for name, blocks in documents.items() for block in blocks]
+        return [_save(client, block, name, dry_run) for name, blocks in documents.items() for block in blocks]
 
 
 def load(name: str) -> dict[str, TrainingBlock]:
@@ -74,16 +75,18 @@ def data_to_store(block: TrainingBlock, stored: Mapping[str, Any]) -> dict[str, 
     return data
 
 
-def _save(client: SyncPrefectClient, block: TrainingBlock, name: str) -> str:
-    slug = block.get_block_type_slug()
+def _save(client: SyncPrefectClient, block: TrainingBlock, name: str, dry_run: bool) -> str:
+    document_name = f"{block.get_block_type_slug()}/{name}"
     try:
-        document = client.read_block_document_by_name(name, slug)
+        document = client.read_block_document_by_name(name, block.get_block_type_slug())
     except ObjectNotFound:
-        block.save(name, overwrite=True, _sync=True)  # type: ignore[call-arg]
-        return f"created {slug}/{name}"
-    block.register_type_and_schema(_sync=True)  # type: ignore[call-arg]
-    # `Block.save` merges: it would empty secrets, and keep keys of dicts that the block no longer has.
-    data = data_to_store(block, document.data)
-    update = BlockDocumentUpdate(data=data, block_schema_id=block._block_schema_id, merge_existing_data=False)
-    client.update_block_document(document.id, update)
-    return f"updated {slug}/{name}"
+        if not dry_run:
+            block.save(name, overwrite=True, _sync=True)  # type: ignore[call-arg]
+        return f"created {document_name}"
+    if not dry_run:
+        block.register_type_and_schema(_sync=True)  # type: ignore[call-arg]
+        # `Block.save` merges: it would empty secrets, and keep keys of dicts that the block no longer has.
+        data = data_to_store(block, document.data)
+        update = BlockDocumentUpdate(data=data, block_schema_id=block._block_schema_id, merge_existing_data=False)
+        client.update_block_document(document.id, update)
+    return f"updated {document_name}"

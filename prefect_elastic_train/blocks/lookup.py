@@ -49,6 +49,8 @@ def find_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock
             continue
         try:
             matches.append(block_type.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
+        except ConfigurationError:
+            raise
         except ValueError as error:
             if not isinstance(error.__cause__, ObjectNotFound):
                 raise ConfigurationError(

@@ -26,7 +26,7 @@ def examine(
     """Check everything that a training needs, and print what to do about problems.
 
     Versions, the Prefect server, saved blocks, the storage, the cluster: each line is ok, warn (trainings
-    run) or fail (trainings do not run). After a server or blocks that fail, the rest is not checked.
+    run) or fail (trainings do not run). If the server or the blocks fail, the rest is not checked.
 
     Exit code 0 if nothing fails, 1 if something does, 2 for wrong usage.
     """

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Exit code for wrong usage, as in typer.
 WRONG_USAGE = 2
+#: Less than Prefect's limit, to leave room for the other parameters.
+_MAX_CONFIG_BYTES = 500_000
 
 
 def _option(help: str, metavar: str | None = None, *names: str) -> Any:
@@ -227,7 +229,7 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     """Return the train loop's config: the files merged, then settings such as ``optimizer.lr=0.1``. Later values win.
 
     Raises:
-        ConfigurationError: A file or a setting cannot be read.
+        ConfigurationError: A file or a setting cannot be read, or the config is too large for a flow run.
     """
     from prefect.utilities.collections import deep_merge
 
@@ -246,6 +248,12 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
         for key in reversed(keys):
             value = {key: value}
         config = deep_merge(config, value)
+    size = len(json.dumps(config))
+    if size > _MAX_CONFIG_BYTES:
+        raise ConfigurationError(
+            f"the config has {size:,} bytes, and Prefect keeps at most 512 KiB of parameters with a flow run: "
+            "put large values into a file that the loop reads"
+        )
     return config
 
 

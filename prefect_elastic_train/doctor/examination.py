@@ -62,7 +62,7 @@ _STOP_SECONDS = 4.0
 def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
     """Run the checks of ``elastic-train doctor``, and yield their findings.
 
-    Without a server no blocks are checked, and without blocks neither the storage nor the cluster.
+    If the server fails, the other checks are left out; if the blocks fail, those of the storage and the cluster.
 
     Args:
         storage: A directory, a URL or a saved block.
@@ -127,7 +127,7 @@ def check_versions() -> Iterator[Finding]:
 def check_server() -> Iterator[Finding]:
     """Check that the Prefect server answers, has a compatible version and accepts the credentials."""
     if determine_server_type() is ServerType.EPHEMERAL:
-        yield ok("PREFECT_API_URL is not set: each process has a temporary server, without a UI and saved blocks")
+        yield ok("PREFECT_API_URL is not set: each process has a temporary server, without a UI or saved blocks")
         return
     with _prefect_client() as client:
         url = str(client.api_url).rstrip("/")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import BlockDocumentUpdate
+from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train import ConfigurationError, ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.blocks.documents import apply
@@ -24,15 +25,19 @@ def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_bac
     name = f"documents-{secrets.token_hex(4)}"
     blocks = [LocalStorage(path="/runs"), ElasticScaling(max_workers=4), RayCluster(auth_token="sesame")]
     those = [f"training-storage-directory/{name}", f"elastic-scaling/{name}", f"ray-cluster-training/{name}"]
-    assert apply({name: blocks}) == [f"created {document}" for document in those]
+    for dry_run in (True, False):
+        with pytest.raises(ObjectNotFound):
+            client.read_block_document_by_name(name, "elastic-scaling")
+        assert apply({name: blocks}, dry_run=dry_run) == [f"created {document}" for document in those]
     first = client.read_block_document_by_name(name, "elastic-scaling")
 
     _edit(client, name, max_workers="lots", colour="blue")
     with pytest.raises(ConfigurationError, match="not allowed"):
         chosen_block("scaling", name)
     blocks[2] = RayCluster()
-    assert "colour" in client.read_block_document_by_name(name, "elastic-scaling").data
-    assert apply({name: blocks}) == [f"updated {document}" for document in those]
+    for dry_run in (True, False):
+        assert "colour" in client.read_block_document_by_name(name, "elastic-scaling").data
+        assert apply({name: blocks}, dry_run=dry_run) == [f"updated {document}" for document in those]
     after = client.read_block_document_by_name(name, "elastic-scaling")
     assert after.id == first.id, "deployments that refer to it follow"
     assert "colour" not in after.data

@@ -246,7 +246,7 @@ def commands(command: Any = None, name: str = "elastic-train") -> Iterator[tuple
         yield name, command
         return
     for part in sorted(command.list_commands(None)):
-        yield from commands(command.get_command(None, part), f"{name} {part}")
+        yield from commands(command.resolve_command(None, [part])[1], f"{name} {part}")
 
 
 def _usage(argument: Any) -> str:

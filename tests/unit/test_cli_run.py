@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.cli.running import loop_config
-from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.storage.opening import Storage
 
 FILES = {
@@ -140,6 +140,12 @@ def test_what_comes_later_counts_and_dots_nest(tmp_path: Path) -> None:
         "data": "b",
         "new": {"table": {"key": 1}},
     }
+
+
+def test_a_config_that_prefect_would_not_keep_is_refused_with_its_size() -> None:
+    assert loop_config([], [f"rows={'x' * 400_000}"])
+    with pytest.raises(ConfigurationError, match=r"the config has 600,012 bytes, and Prefect keeps at most 512 KiB"):
+        loop_config([], [f"rows={'x' * 600_000}"])
 
 
 def test_a_command_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_that_it_is_away(

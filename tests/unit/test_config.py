@@ -161,6 +161,17 @@ def test_plain_keeps_every_value_of_a_block(settings: type[BaseModel], values: d
     assert {name: getattr(kept, name) for name in values} == values
 
 
+def test_a_block_of_a_user_may_have_a_mixin_and_more_fields() -> None:
+    class Owned:
+        """A mixin that knows nothing of blocks."""
+
+    class TeamStorage(Owned, S3Storage):
+        _block_type_name = "Team Storage"
+        team: str = "vision"
+
+    assert TeamStorage(bucket_path="bucket/runs").plain() == S3StorageSettings(bucket_path="bucket/runs")
+
+
 def test_a_storage_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.chdir("/tmp")
