@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 #: Longest pause after the first failed try, doubled with each other, and its limit.
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
+_random = random.SystemRandom()  # the loop's own generator must not depend on retries
 _REPORT_SECONDS = 3.0  # an operation that has failed or hung for this long is reported
 
 
@@ -187,7 +188,7 @@ class Retries:
                 if elapsed >= self.seconds:
                     break
                 longest = min(_FIRST_PAUSE_SECONDS * 2 ** min(tries - 1, 10), _MAX_PAUSE_SECONDS)
-                error = yield min(random.uniform(0.0, longest), self.seconds - elapsed)
+                error = yield min(_random.uniform(0.0, longest), self.seconds - elapsed)
             raise self._translate(error, title, f"It was tried {tries} times for {elapsed:.0f} s")
         finally:
             if tries:
