@@ -147,6 +147,8 @@ def _read_orbax(index: Path) -> Any:
     arrays: Arrays = {}
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     for entry in metadata["tree_metadata"].values():
+        if entry["value_metadata"]["skip_deserialize"]:
+            continue  # None or an empty container, such as optax's EmptyState
         name = ".".join(key["key"] for key in entry["key_metadata"])
         spec = {"driver": driver, "kvstore": f"memory://{name}/", "fill_missing_data_reads": False}
         arrays[name] = tensorstore.open(spec, context=context).result().read().result()

@@ -84,7 +84,7 @@ def _write(folder: Path, value: float, kind: str) -> None:
         np.savez(folder / "rank-00000.npz", random=value * 7)
     elif kind == "orbax":
         with ocp.StandardCheckpointer() as saving:
-            saving.save(folder / "state", {"model": arrays, "step": 3})
+            saving.save(folder / "state", {"model": arrays, "step": 3, "empty": {}, "none": None})
     elif kind == "jax":
         JaxState(**arrays).stage(str(folder))()
     else:
