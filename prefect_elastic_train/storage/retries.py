@@ -25,7 +25,7 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 
 Result = TypeVar("Result")
 
-#: Longest pause after the first failed try, doubled with each other, and its limit.
+#: Longest pause after the first failed try, which doubles after each further one, and its limit.
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
 _random = random.SystemRandom()  # the loop's own generator must not depend on retries
@@ -168,8 +168,8 @@ class Retries:
     def _pauses(self, title: str) -> Generator[float, Exception, None]:
         """Yield the pause in seconds after each failed try of an operation, whose error is sent to this generator.
 
-        The first value is to be ignored. If no other try follows, the generator raises: no exception is being handled
-        there, so this one gets no context, which could contain a secret.
+        The first value has no meaning. If the operation is not tried again, the generator raises its error. It does so
+        outside of any ``except`` block, so the error gets no context, which could contain a secret.
         """
         error = yield 0.0
         began = time.monotonic()
