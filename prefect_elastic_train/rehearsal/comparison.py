@@ -53,10 +53,11 @@ class _Gap(NamedTuple):
     location: str
 
 
-def diagnose_undisturbed(trace: Trace) -> Problem | None:
+def diagnose_undisturbed(trace: Trace, is_time_up: bool = False) -> Problem | None:
     """Return the problem of a loop that its undisturbed training shows: a failed worker, or no checkpoint.
 
-    Return None if there is no problem.
+    Return None if there is no problem. If the training was stopped because the rehearsal's time is up (``is_time_up``),
+    a loop without a checkpoint may just have been too slow.
     """
     if trace.worker_failures:
         causes = trace.worker_failures[0].causes
@@ -69,7 +70,7 @@ def diagnose_undisturbed(trace: Trace) -> Problem | None:
         return None
     seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
     return Problem(
-        "never saves",
+        "rehearsal incomplete" if is_time_up else "never saves",
         f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress",
         "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes",
     )

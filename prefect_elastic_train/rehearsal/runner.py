@@ -176,7 +176,7 @@ class _Rehearsal:
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
-        if problem := diagnose_undisturbed(trace):
+        if problem := diagnose_undisturbed(trace, time.time() > self.sandbox.ends_at):
             self.certificate.add(problem)
             self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
             return

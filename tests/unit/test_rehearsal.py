@@ -254,6 +254,8 @@ def test_a_loop_that_never_saves_reports_unequally_or_fails_is_found_undisturbed
     assert (diagnose_undisturbed(trace) is None) == (every == 5)
     if causes:
         trace.handle(ev.WorkerFailed(causes=causes, retried=True))
+    elif every > 5:
+        assert diagnose_undisturbed(trace, is_time_up=True).about == "rehearsal incomplete"
     problem = diagnose_undisturbed(trace)
     assert (problem.about, problem.message[: len(message)]) == (about, message)
 
