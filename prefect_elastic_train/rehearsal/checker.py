@@ -1,9 +1,10 @@
 """Comparison of two checkpoints by the arrays in their files. Imports nothing of the package, which wrote them."""
 
+import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ _PERFORMANCE = re.compile(
 
 
 class Difference(NamedTuple):
-    """Norm of the difference of two arrays, relative to the larger norm of the two, and the name of the arrays."""
+    """Largest difference of two checkpoints, relative to the largest number of its array, and the array's name."""
 
     size: float
     name: str
@@ -53,40 +54,49 @@ def is_performance_metric(name: str) -> bool:
 
 def largest_difference(first: Arrays, second: Arrays) -> Difference:
     """Return the largest relative difference of an array or number that two checkpoints or reports both have."""
-    differences = [Difference(_relative([norms]), name) for name, norms in _norms(first, second).items()]
-    return max(differences, default=Difference(0.0, ""))
+    sizes = _sizes(first, second, _largest)
+    return max((Difference(_ratio(*sizes[name]), name) for name in sizes), default=Difference(0.0, ""))
 
 
 def norm_difference(first: Arrays, second: Arrays) -> float:
-    """Return the norm of the difference of two checkpoints, relative to the norms of their values.
+    """Return the norm of the difference of two checkpoints, relative to the norm of their values.
 
     All arrays that both have count together. Arrays that are equal, such as frozen parameters, are left out.
     """
-    return _relative(_norms(first, second).values())
+    sizes = _sizes(first, second, np.linalg.norm).values()
+    return _ratio(*np.linalg.norm([(0.0, 0.0), *sizes], axis=0))
 
 
-def _norms(first: Arrays, second: Arrays) -> dict[str, tuple[float, float]]:
-    """Return two norms for each array or number that two checkpoints both have and that is not equal, by its name.
+def _sizes(first: Arrays, second: Arrays, measure: Callable[[Any], Any]) -> dict[str, tuple[float, float]]:
+    """Return two sizes for each array or number that two checkpoints both have and that is not equal, by its name.
 
-    The first one is that of the difference, infinite if the shapes differ. The second one is the larger one of the
-    two values.
+    The first one is that of the difference, infinite if the shapes differ. The second one is that of the larger one of
+    the two values, without numbers that are not finite.
+
+    Args:
+        first, second: The arrays of the two checkpoints.
+        measure: Function that returns the size of an array.
     """
-    norms = {}
+    sizes = {}
     for name in sorted(first.keys() & second.keys()):
         left = np.asarray(first[name], dtype=np.complex128)  # holds any number
         right = np.asarray(second[name], dtype=np.complex128)
-        if not np.array_equal(left, right, equal_nan=True):
-            difference = np.linalg.norm(left - right) if left.shape == right.shape else math.inf
-            norms[name] = (float(difference), float(max(np.linalg.norm(left), np.linalg.norm(right))))
-    return norms
+        if left.shape != right.shape:
+            sizes[name] = (math.inf, 0.0)
+        elif not np.array_equal(left, right, equal_nan=True):
+            differ = (left != right) & ~(np.isnan(left) & np.isnan(right))  # inf - inf would be NaN
+            with np.errstate(all="ignore"):
+                difference = float(measure(left[differ] - right[differ]))
+            sizes[name] = (difference, max(float(measure(value[np.isfinite(value)])) for value in (left, right)))
+    return sizes
 
 
-def _relative(norms: Iterable[tuple[float, float]]) -> float:
-    """Return the norm of the difference of all arrays together, relative to the norm of their values.
+def _largest(values: Any) -> Any:
+    return np.max(np.abs(values), initial=0.0)
 
-    It is infinite if an array has a number that is not finite.
-    """
-    difference, value = np.linalg.norm([(0.0, 0.0), *norms], axis=0)
+
+def _ratio(difference: float, value: float) -> float:
+    """Return the size of a difference relative to that of the values; infinite if the difference is not finite."""
     return float(difference / (value or 1.0)) if math.isfinite(difference) else math.inf
 
 
@@ -121,25 +131,30 @@ def _read_distributed(index: Path) -> Any:
 
 
 def _read_orbax(index: Path) -> Any:
-    """Return the arrays of an Orbax checkpoint by name, without a JAX device; ``index`` is its metadata file.
+    """Return the arrays of an Orbax checkpoint by name, without a JAX device.
 
-    If the stores of its processes are not merged yet, each has some chunks of an array, and zeros for the others.
+    Each process may have written its chunks into a store of its own. ``index`` is the metadata file of the checkpoint.
     """
     tensorstore = import_module("tensorstore")
+    metadata = json.loads(index.read_text())
+    context = tensorstore.Context()
+    merged = tensorstore.KvStore.open("memory://", context=context).result()
+    for folder in (index.parent, *index.parent.glob("ocdbt.process_*")):
+        part = {"driver": "ocdbt", "base": f"file://{folder}/"}
+        store = tensorstore.KvStore.open(part, context=context).result()
+        for key in store.list().result():
+            merged[key] = store[key]
     arrays: Arrays = {}
-    is_merged = (index.parent / "manifest.ocdbt").exists()
-    for folder in [index.parent] if is_merged else index.parent.glob("ocdbt.process_*"):
-        base = {"driver": "ocdbt", "base": f"file://{folder}/"}
-        for key in tensorstore.KvStore.open(base).result().list().result():
-            name, _, file = key.decode().rpartition("/")
-            if file in _ZARR_DRIVERS:
-                spec = {"driver": _ZARR_DRIVERS[file], "kvstore": {**base, "path": f"{name}/"}}
-                arrays[name] = arrays.get(name, 0) + tensorstore.open(spec).result().read().result()
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    for entry in metadata["tree_metadata"].values():
+        if entry["value_metadata"]["skip_deserialize"]:
+            continue  # None or an empty container, such as optax's EmptyState
+        name = ".".join(key["key"] for key in entry["key_metadata"])
+        spec = {"driver": driver, "kvstore": f"memory://{name}/", "fill_missing_data_reads": False}
+        arrays[name] = tensorstore.open(spec, context=context).result().read().result()
     return arrays
 
 
-#: Drivers of tensorstore by the file with an array's metadata.
-_ZARR_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 #: Functions that read a file, by its name or suffix.
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,

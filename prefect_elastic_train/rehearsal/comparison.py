@@ -1,6 +1,7 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,11 @@ class _ReportPair(NamedTuple):
     undisturbed: TracedReport
     disturbed: TracedReport
 
+    @property
+    def is_saved(self) -> bool:
+        """True if both reports have a checkpoint."""
+        return bool(self.undisturbed.checkpoint and self.disturbed.checkpoint)
+
     def states(self) -> tuple[Arrays, Arrays]:
         """Return the arrays in the checkpoints of both reports."""
         return read_arrays(Path(self.undisturbed.checkpoint)), read_arrays(Path(self.disturbed.checkpoint))
@@ -47,23 +53,24 @@ class _Gap(NamedTuple):
     location: str
 
 
-def diagnose_undisturbed(trace: Trace) -> Problem | None:
+def diagnose_undisturbed(trace: Trace, is_time_up: bool = False) -> Problem | None:
     """Return the problem of a loop that its undisturbed training shows: a failed worker, or no checkpoint.
 
-    Return None if there is no problem.
+    Return None if there is no problem. If the training was stopped because the rehearsal's time is up (``is_time_up``),
+    a loop without a checkpoint may just have been too slow.
     """
     if trace.worker_failures:
         causes = trace.worker_failures[0].causes
         message = causes[0].message if causes else "no error was reported"
-        if "HungLoopError" in message and "ranks-wait" in trace.warnings:
-            remedy = "call ray.train.report() on all ranks alike"
-            return Problem("reports unequally", trace.warnings["ranks-wait"], remedy)
+        if any("HungLoopError" in cause.message and "in report\n" in cause.traceback for cause in causes):
+            waiting = trace.warnings.get("ranks-wait", "ranks waited in report() for others, which did not call it")
+            return Problem("reports unequally", waiting, "call ray.train.report() on all ranks alike")
         return Problem("fails undisturbed", message)
     if trace.saves:
         return None
     seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
     return Problem(
-        "never saves",
+        "rehearsal incomplete" if is_time_up else "never saves",
         f"{len(trace.reports)} reports in {seconds:.0f} s, none with a checkpoint: a fault loses all progress",
         "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes",
     )
@@ -119,7 +126,7 @@ class _Comparer:
             for index, report in enumerate(disturbed.reports)
             if (progress := disturbed.progress(index, counter)) in reports
         ]
-        saved = [pair for pair in self.pairs if pair.undisturbed.checkpoint and pair.disturbed.checkpoint]
+        saved = [pair for pair in self.pairs if pair.is_saved]
         self.has_state = any(left.keys() & right.keys() for left, right in map(_ReportPair.states, saved))
         self._compared = saved if self.has_state else self.pairs
         self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
@@ -140,8 +147,8 @@ class _Comparer:
             gaps = self._gaps(pairs, is_same_size)
             limited = gaps
             if not is_same_size:
-                saved = (number for number, pair in enumerate(pairs[1:], 2) if pair.disturbed.checkpoint)
-                limited = gaps[: 1 if self.has_state else next(saved, 2)]
+                saved = (number for number, pair in enumerate(pairs, 1) if pair.is_saved)
+                limited = gaps[: 1 if self.has_state else max(next(saved, 2), 2)]
             for gap in limited:
                 self.gaps.append(gap)
                 if gap.size > limit:
@@ -153,32 +160,38 @@ class _Comparer:
     def _gaps(self, pairs: Sequence[_ReportPair], is_same_size: bool) -> list[_Gap]:
         """Return the differences of the two trainings in one worker group.
 
-        States are compared at the first and at the last checkpoint, since reading them takes long; metrics at all
-        reports. If the states at the last checkpoint are equal, the first one is not read. Checkpoints without a common
-        array are left out.
+        States are compared at the first and at the last checkpoint that can be read, since reading them takes long;
+        metrics at all reports. If the states at the last checkpoint are equal, the first one is not read.
         """
-        if self.has_state:
-            pairs = [*pairs[:1], *pairs[1:][-1:]]
-        gaps: list[_Gap] = []
-        for pair in reversed(pairs):
+        if not self.has_state:
+            return [*self._differences(pairs, is_same_size)]
+        last = [*islice(self._differences(reversed(pairs), is_same_size), 1)]
+        if not last or (is_same_size and not last[0].size):
+            return last
+        first = next(self._differences(pairs, is_same_size))
+        return [first, *(gap for gap in last if gap.pair is not first.pair)]
+
+    def _differences(self, pairs: Iterable[_ReportPair], is_same_size: bool) -> Iterator[_Gap]:
+        """Yield the difference at each pair of reports that have a common metric, or readable states a common array."""
+        for pair in pairs:
             left, right = pair.states() if self.has_state else (pair.undisturbed.metrics, pair.disturbed.metrics)
-            gap = _Gap(pair, *largest_difference(left, right))
+            if not left.keys() & right.keys():
+                continue
             if self.has_state and not is_same_size:
                 # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
-                gap = _Gap(pair, norm_difference(left, right), "the state")
-            if left.keys() & right.keys():
-                gaps.insert(0, gap)
-            if self.has_state and is_same_size and gaps and not gap.size:
-                break
-        return gaps
+                yield _Gap(pair, norm_difference(left, right), "the state")
+            else:
+                difference = largest_difference(left, right)
+                yield _Gap(pair, difference.size, f"{'' if self.has_state else 'metric '}{difference.name}")
 
     def _summarize(self) -> tuple[str, Problem | None]:
         """Return a summary if no difference is too large, and a problem if nothing after a fault was compared."""
         resumed = [*self._disturbed.group_sizes][1:]
         if not self.gaps or (resumed and self.gaps[-1].pair.disturbed.group < resumed[0]):
-            message = "no report or checkpoint after a fault has the same progress as an undisturbed one"
+            message = "no report or readable checkpoint after a fault has the same progress as an undisturbed one"
             return message, Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
-        if not self.has_state and {name for pair in self.pairs for name in pair.disturbed.metrics} <= {*COUNTERS}:
+        common = [pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys() for pair in self.pairs]
+        if not self.has_state and set().union(*common) <= {*COUNTERS}:
             message = "no array of both checkpoints could be read, and the only metrics are counters"
             return message, Problem(_NOT_COMPARABLE, message, "report the loss, too")
         largest = max(gap.size for gap in self.gaps)

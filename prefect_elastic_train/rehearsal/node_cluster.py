@@ -116,6 +116,7 @@ class _Server:
         self._cluster.remove_node(node, allow_graceful=False)
         if server is not None:
             server.kill()
+            server.wait()
 
     def drain(self, node_id: str, seconds: float) -> None:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]

@@ -172,11 +172,11 @@ class _Rehearsal:
         self.log("training undisturbed")
         seconds = max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
         scenario = partial(run_undisturbed, seconds=seconds)
-        trace = self.sandbox.train("undisturbed", max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
+        trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
-        if problem := diagnose_undisturbed(trace):
+        if problem := diagnose_undisturbed(trace, time.time() > self.sandbox.ends_at):
             self.certificate.add(problem)
             self.certificate.compared = "no fault was injected, since there is no checkpoint to resume from"
             return
@@ -190,7 +190,8 @@ class _Rehearsal:
         the time is up. The results are recorded in the certificate.
         """
         counter = undisturbed.counter()
-        target = undisturbed.progress(undisturbed.saves[-1], counter)
+        last = len(undisturbed.reports) - 1 if undisturbed.is_complete else undisturbed.saves[-1]
+        target = undisturbed.progress(last, counter)
         times = [undisturbed.started_at, *undisturbed.progress_times]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
@@ -199,7 +200,7 @@ class _Rehearsal:
                 faults.insert(0, faults[0]._replace(kind=NODE))
             self.log(f"training under faults: {', '.join(fault.kind for fault in faults)}")
             injector = FaultInjector(self.sandbox, faults, counter, target, recovery_seconds + stall_timeout, self.log)
-            trace = self.sandbox.train(f"disturbed-{number}", stall_timeout, injector.inject_faults)
+            trace = self.sandbox.train(f"disturbed-{number}", len(faults), stall_timeout, injector.inject_faults)
             self.certificate.faults += injector.injected
             if trace.reports:
                 self._compare(undisturbed, trace)

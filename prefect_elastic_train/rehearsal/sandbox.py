@@ -29,8 +29,8 @@ from prefect_elastic_train.supervisor.training_processes import TrainingProcesse
 Scenario = Generator[None, None, None]
 #: Called with source and text of an output line.
 OnLine = Callable[[str, str], None]
-#: Failures that a training survives: the injected faults and some more.
-_MAX_FAILURES = 12
+#: Failures that a training survives in addition to the injected faults.
+_SPARE_FAILURES = 3
 
 
 def sandbox_scaling(scaling: blocks.ElasticScaling | str | None, workers: int) -> blocks.ElasticScaling:
@@ -133,13 +133,16 @@ class Sandbox(Follower):
             node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(own)}}
         self._gpus[self.nodes.add(**node, resources=resources)] = own
 
-    def train(self, name: str, stall_timeout_seconds: float, start_scenario: Callable[[Trace], Scenario]) -> Trace:
+    def train(
+        self, name: str, fault_count: int, stall_timeout_seconds: float, start_scenario: Callable[[Trace], Scenario]
+    ) -> Trace:
         """Train the loop on the Ray cluster until it returns, the scenario ends or the training fails.
 
         It keeps all checkpoints. Return its trace.
 
         Args:
             name: Name of the run.
+            fault_count: Number of faults that the scenario injects.
             stall_timeout_seconds: As in ``FailureBudget``.
             start_scenario: Returns the scenario for the trace of the training.
         """
@@ -148,8 +151,9 @@ class Sandbox(Follower):
         chosen = Blocks(
             scaling=self._scaling,
             failures=blocks.FailureBudget(
-                max_failures=_MAX_FAILURES,
-                driver_restarts=_MAX_FAILURES,
+                max_failures=fault_count + _SPARE_FAILURES,
+                driver_restarts=fault_count + _SPARE_FAILURES,
+                max_attempts_without_progress=_SPARE_FAILURES,
                 stall_timeout_seconds=stall_timeout_seconds,
             ),
             checkpoints=blocks.CheckpointPolicy(),

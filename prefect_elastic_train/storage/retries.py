@@ -25,9 +25,10 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 
 Result = TypeVar("Result")
 
-#: Longest pause after the first failed try, doubled with each other, and its limit.
+#: Longest pause after the first failed try, which doubles after each further one, and its limit.
 _FIRST_PAUSE_SECONDS = 0.25
 _MAX_PAUSE_SECONDS = 10.0
+_random = random.SystemRandom()  # the loop's own generator must not depend on retries
 _REPORT_SECONDS = 3.0  # an operation that has failed or hung for this long is reported
 
 
@@ -167,8 +168,8 @@ class Retries:
     def _pauses(self, title: str) -> Generator[float, Exception, None]:
         """Yield the pause in seconds after each failed try of an operation, whose error is sent to this generator.
 
-        The first value is to be ignored. If no other try follows, the generator raises: no exception is being handled
-        there, so this one gets no context, which could contain a secret.
+        The first value has no meaning. If the operation is not tried again, the generator raises its error. It does so
+        outside of any ``except`` block, so the error gets no context, which could contain a secret.
         """
         error = yield 0.0
         began = time.monotonic()
@@ -187,7 +188,7 @@ class Retries:
                 if elapsed >= self.seconds:
                     break
                 longest = min(_FIRST_PAUSE_SECONDS * 2 ** min(tries - 1, 10), _MAX_PAUSE_SECONDS)
-                error = yield min(random.uniform(0.0, longest), self.seconds - elapsed)
+                error = yield min(_random.uniform(0.0, longest), self.seconds - elapsed)
             raise self._translate(error, title, f"It was tried {tries} times for {elapsed:.0f} s")
         finally:
             if tries:

@@ -139,12 +139,16 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             await self._retries.call_async(f"download {rpath}", read)
 
     async def _abort_uploads(self, folder: str) -> None:
-        """Abort the unfinished multipart uploads below a folder of the bucket, up to the 1,000 that a store lists."""
+        """Abort the unfinished multipart uploads below a folder of the bucket."""
         bucket, _, prefix = folder.partition("/")
-        response = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-        for upload in response.get("Uploads") or []:
-            if upload["Key"].startswith(f"{prefix}/"):  # not every store filters by the prefix
-                with suppress(FileNotFoundError):  # another process has aborted it
-                    await super()._abort_mpu(bucket, upload["Key"], upload["UploadId"])
+        has_more = True
+        while has_more:
+            response = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            has_more = False
+            for upload in response.get("Uploads") or []:
+                if upload["Key"].startswith(f"{prefix}/"):  # not every store filters by the prefix
+                    with suppress(FileNotFoundError):  # another process has aborted it
+                        await super()._abort_mpu(bucket, upload["Key"], upload["UploadId"])
+                        has_more = bool(response.get("IsTruncated"))
 
     abort_uploads = sync_wrapper(_abort_uploads)

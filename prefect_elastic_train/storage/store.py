@@ -252,6 +252,8 @@ class LocalRunStore(RunStore):
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         for_each(files, lambda file: self.replace(file[1], b"", file[0]), _FILES_AT_ONCE)
+        for folder in {(self._root / name).parent for _, name in files}:
+            _sync_folder(folder)
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], at_once: int) -> None:
@@ -301,7 +303,8 @@ def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[st
                 os.chmod(temporary, os.stat(source).st_mode & 0o777 if source else 0o644)
             os.fsync(file.fileno())
         yield temporary
-        _sync_folder(target.parent)
+        if not source:  # copied files are followed by one sync of their folder
+            _sync_folder(target.parent)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

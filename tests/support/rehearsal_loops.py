@@ -65,7 +65,7 @@ def train(config: dict[str, Any]) -> None:
         if world > 1:
             dist.all_reduce(loss)
         metrics = {"step": step + 1, "loss": loss.item() / world}
-        if flaw == "unequal" and rank and step % 10 == 9:
+        if flaw == "unequal" and rank and step == 1:
             continue
         if flaw == "no checkpoint" or ((step + 1) % config.get("save_every", 20) and step + 1 < steps):
             ray.train.report(metrics)

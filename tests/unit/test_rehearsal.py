@@ -194,8 +194,15 @@ def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path:
     for step in (15, 20, 25, 30):
         np.savez(tmp_path / "other" / f"step-{step}" / "weights.npz", renamed=np.ones(2))
     assert compare_trainings(one, other)[1].about == "not comparable"
-    np.savez(tmp_path / "other" / "step-30" / "weights.npz", inner=np.ones(2))
+    np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
     assert compare_trainings(one, other)[1].about in ("does not restore all state", "depends on the world size")
+
+
+def test_a_state_that_is_wrong_after_a_resume_and_repaired_later_is_found(tmp_path: Path) -> None:
+    states = [loss * (1.5 if 10 < step < 16 else 1 + 1e-7) for step, loss in enumerate(LOSSES, 1)]
+    _, problem = _compare(tmp_path, resumes=ONCE, states=states)
+    assert problem.about == "does not restore all state"
+    assert problem.message.startswith("after 15 reports")
 
 
 def test_trainings_of_which_only_counts_are_known_are_not_compared() -> None:
@@ -226,11 +233,16 @@ def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_
     assert compare_trainings(_trace(), other)[1] == Problem("ignores its checkpoint", "began again")
 
 
+HUNG = "HungLoopError: no report for 60 s"
+STACK = 'the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
+
+
 @pytest.mark.parametrize(
     ("every", "causes", "about", "message"),
     [
         (100, [], "never saves", "30 reports in 30 s, none with a checkpoint"),
-        (5, [Cause([0, 1], "HungLoopError: no report for 60 s")], "reports unequally", "ranks wait for others"),
+        (5, [Cause([0], HUNG, traceback=STACK.format("report"))], "reports unequally", "ranks wait for others"),
+        (5, [Cause([0], HUNG, traceback=STACK.format("train"))], "fails undisturbed", HUNG),
         (5, [Cause([0], "ValueError: nan")], "fails undisturbed", "ValueError: nan"),
     ],
 )
@@ -242,6 +254,8 @@ def test_a_loop_that_never_saves_reports_unequally_or_fails_is_found_undisturbed
     assert (diagnose_undisturbed(trace) is None) == (every == 5)
     if causes:
         trace.handle(ev.WorkerFailed(causes=causes, retried=True))
+    elif every > 5:
+        assert diagnose_undisturbed(trace, is_time_up=True).about == "rehearsal incomplete"
     problem = diagnose_undisturbed(trace)
     assert (problem.about, problem.message[: len(message)]) == (about, message)
 
