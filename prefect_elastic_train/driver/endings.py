@@ -60,7 +60,7 @@ def _classify(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]
 
 
 def _classify_error_of_ray(cause: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
-    """Return the outcome of an attempt that an error of Ray or in ``fit()`` ended, and the message; None for others."""
+    """Return outcome and message of an attempt that was ended by an error that Ray or ``fit()`` raises; else None."""
     import ray.exceptions as rays
     from ray.train import WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
