@@ -101,7 +101,7 @@ class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
 
 
 def may_retry(task: object, task_run: object, state: object) -> bool:
-    """Return True if Prefect shall retry a task run, in its final state, of a training: a new driver may succeed.
+    """Return True if Prefect shall retry the task of a training that failed: a new driver may succeed.
 
     Prefect calls it as ``retry_condition_fn``, which must be a plain function.
     """

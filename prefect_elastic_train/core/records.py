@@ -84,8 +84,12 @@ class Fingerprint(_Record):
             changes.append(f"train loop {self.loop!r} became {other.loop!r}")
         if self.framework != other.framework:
             changes.append(f"framework {self.framework!r} became {other.framework!r}")
-        keys = {key for key, _ in self.config.items() ^ other.config.items()}
-        return changes + [f"train_loop_config[{key!r}] changed" for key in sorted(keys)]
+        for key in sorted({key for key, _ in self.config.items() ^ other.config.items()}):
+            change = "changed" if key in self.config else "was added"
+            if key not in other.config:
+                change = "was removed"
+            changes.append(f"train_loop_config[{key!r}] {change}")
+        return changes
 
     def uncompared(self, other: Fingerprint) -> str:
         """Return a warning about values of the configuration that have no stable digest; empty if there are none.

@@ -1,4 +1,4 @@
-"""Settings of a training and its storage as plain validated values: fields of the blocks, for a driver without Prefect.
+"""Settings of a training and of its storage, the fields of the blocks, as validated values without Prefect.
 
 Belongs to all processes.
 """
@@ -17,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PrivateAttr,
     SecretStr,
@@ -230,15 +229,15 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
 
     address: Annotated[str, AfterValidator(_address)] = ""
     """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""
-    auth_token: SecretStr = SecretStr("")
+    auth_token: SecretStr = Field(SecretStr(""), title="Authentication Token")
     """Ray's cluster token. Empty: that of RAY_AUTH_TOKEN or ~/.ray/auth_token."""
-    runtime_env: JsonDict = {}
+    runtime_env: JsonDict = Field({}, title="Runtime Environment")
     """Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets."""
-    num_cpus: NonNegativeInt = 0
+    num_cpus: int = Field(0, ge=0, title="CPUs")
     """CPUs of the local cluster. 0: all of this machine."""
-    num_gpus: _OrUnlimited = -1
+    num_gpus: int = Field(-1, ge=-1, title="GPUs")
     """GPUs of the local cluster, reserved for it on this machine. -1: as many as max_workers can use."""
-    working_dir: str = ""
+    working_dir: str = Field("", title="Working Directory")
     """Directory with the code of the train loop, sent to every node. Empty: nothing is sent."""
     connect_timeout_seconds: PositiveFloat = 20.0
     """How long an attempt waits for the cluster to answer."""
@@ -246,9 +245,9 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     """How long a submitted job is polled while the dashboard does not answer."""
     driver_resources: _Amounts = {}
     """Ray resources of a submitted driver, such as {"CPU": 1, "on_demand": 0.01}. Empty: it runs on the head node."""
-    verify_tls: bool = True
+    verify_tls: bool = Field(True, title="Verify TLS")
     """Verify the certificate of an https:// address."""
-    ca_bundle: str = ""
+    ca_bundle: str = Field("", title="CA Bundle")
     """File of trusted certificates for https:// addresses. Empty: SSL_CERT_FILE, REQUESTS_CA_BUNDLE, or the default."""
 
     @field_validator(*_SCHEMES)
@@ -359,7 +358,7 @@ class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
 
     bucket_path: Annotated[str, AfterValidator(_bucket_path)]
     """Bucket and prefix of run directories, such as my-bucket/training/runs."""
-    endpoint_url: Annotated[str, AfterValidator(_endpoint)] = ""
+    endpoint_url: Annotated[str, AfterValidator(_endpoint)] = Field("", title="Endpoint URL")
     """URL of an S3-compatible store, such as https://minio.example.com:9000. Empty: AWS."""
     region: str = ""
     """Region of the bucket. Empty: the default of the environment."""
@@ -371,9 +370,9 @@ class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
     """Token of temporary credentials, which expire."""
     addressing_style: Literal["auto", "path", "virtual"] = Field("auto", validate_default=True)
     """Put the bucket into the path or into the host name. auto: into the path with an endpoint URL."""
-    verify_tls: bool = True
+    verify_tls: bool = Field(True, title="Verify TLS")
     """Verify the store's certificate. Off only for a self-signed one."""
-    ca_bundle: str = ""
+    ca_bundle: str = Field("", title="CA Bundle")
     """File of trusted certificates, on every node. Empty: the system's."""
 
     @field_validator("addressing_style")
@@ -395,7 +394,7 @@ class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
 class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
     """An object store for runs that fsspec supports. See :class:`FsspecStorage`."""
 
-    url: Annotated[str, AfterValidator(_store_url)]
+    url: Annotated[str, AfterValidator(_store_url)] = Field(title="URL")
     """URL of the folder for run directories, such as gs://my-bucket/runs or abfs://container/runs."""
     secret_options: SecretStr = SecretStr("")
     """Secret arguments of the fsspec filesystem, as a JSON object. Empty: the ambient credentials."""

@@ -51,14 +51,17 @@ def main(arguments: list[str]) -> None:
     is_ending = threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
-        """Record and publish the end of the attempt, and exit. If called in two threads, the first call does it."""
-        with is_ending:
+        """Record and publish the end of the attempt, and exit.
+
+        If called in two threads, the first call does it; the second one exits if that takes a minute.
+        """
+        if is_ending.acquire(timeout=60.0):
             attempt.close(ended)
             attempt.leave_cluster(stuck)
             output.close(10.0)
-            # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard
-            # shows the exit code of a job.
-            os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+        # os._exit, because threads of Ray or of the user's libraries may keep a process alive. Ray's dashboard shows
+        # the exit code of a job.
+        os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
 
     def end_if_stuck() -> None:
         """Wait for a signal, and end the attempt if ``fit()`` does not react to it within `FIT_EXIT_SECONDS`.

@@ -30,7 +30,7 @@ from prefect_elastic_train.runs.commits import restore_snapshot
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, start_heartbeat, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
-from prefect_elastic_train.runs.seeding import copy_source, record_completed_run
+from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import preflight
 
@@ -143,7 +143,7 @@ class Attempt:
         is_own = owner.flow_run_id == request.owner.flow_run_id
         return AttemptEnded(
             outcome=Outcome.SUPERSEDED if is_own else Outcome.INVALID,
-            message=f"run {request.run_name!r} was taken over by attempt {newest}, of another process of "
+            message=f"run {request.run_name!r} was taken over by attempt {newest}, which another process began for "
             f"{owner.describe()}; what this attempt trained after that counts for nothing",
         )
 
@@ -224,6 +224,8 @@ class Attempt:
         """Load the user's objects, join the Ray cluster, and return the objects."""
         spec = self.spec
         recorder = self.recorder
+        if spec.request.resume_from and not RunDirectory(self.store).newest_commit_id:
+            choose_source(self._storage, spec.request)  # if it fails, nothing was started or written
         recorder.emit(ClusterWanted())
         recorder.set_activity("")
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")

@@ -1,5 +1,6 @@
 """The final event of an attempt, from the exception or the signal that ended it."""
 
+import sys
 from pathlib import Path
 
 from prefect_elastic_train.core.causes import describe_causes, short_message
@@ -39,18 +40,33 @@ def final_event_of_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
 
 def _classify(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
     """Return the outcome of an attempt that was ended by an exception, and the message about it."""
+    cause = getattr(error, "controller_failure", error)  # a ControllerError wraps its cause
     match error:
         case ConfigurationError():
             return Outcome.INVALID, str(error)
         case ImportError():
             return Outcome.INVALID, f"the driver lacks what it needs: {error}"
+    # If Ray Train is not loaded, the error is not one of its; importing it takes seconds and may fail.
+    ended = _classify_error_of_ray(cause, storage) if "ray.train" in sys.modules else None
+    if ended:
+        return ended
+    match cause:
+        case ConnectionError():
+            return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(str(cause))}"
+        case OSError():
+            return _classify_storage_error(cause, storage)
+    failed = "the driver" if cause is error else "Ray Train's controller"
+    return Outcome.DRIVER_LOST, f"{failed} failed: {short_message(f'{type(cause).__name__}: {cause}')}"
+
+
+def _classify_error_of_ray(cause: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
+    """Return outcome and message of an attempt that was ended by an error that Ray or ``fit()`` raises; else None."""
     import ray.exceptions as rays
     from ray.train import WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
     from prefect_elastic_train.controller.failures import CapacityTimeoutError
 
-    cause = getattr(error, "controller_failure", error)  # a ControllerError wraps its cause
     text = str(cause)
     if FencedOffError.__name__ in f"{type(cause).__name__} {text}":
         return Outcome.INVALID, text
@@ -74,12 +90,9 @@ def _classify(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]
         case rays.ActorDiedError() | rays.ActorUnavailableError():
             return Outcome.DRIVER_LOST, f"Ray Train's controller died: {short_message(text)}"
         # Ray's timeouts are subclasses of OSError, and not errors of the storage.
-        case rays.RaySystemError() | rays.GetTimeoutError() | ConnectionError():
+        case rays.RaySystemError() | rays.GetTimeoutError():
             return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(text)}"
-        case OSError():
-            return _classify_storage_error(cause, storage)
-    failed = "the driver" if cause is error else "Ray Train's controller"
-    return Outcome.DRIVER_LOST, f"{failed} failed: {short_message(f'{type(cause).__name__}: {cause}')}"
+    return None
 
 
 def _classify_storage_error(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:

@@ -50,12 +50,10 @@ class EventReceiver:
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait until all senders have closed their connections: then all events are received.
-
-        Wait up to a time limit for each; a controller usually has one.
-        """
+        """Wait up to a time limit until all senders have closed their connections: then all events are received."""
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._readers:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Stop listening for connections from the controller."""

@@ -11,9 +11,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from prefect_elastic_train.core.events import ClusterConnected
@@ -104,8 +104,19 @@ def error_within(seconds: float, action: Callable[[], object]) -> BaseException 
 
     The thread of an action that takes too long is left to itself.
     """
-    future = ThreadPoolExecutor(1).submit(action)
-    return TimeoutError("no answer") if wait([future], seconds).not_done else future.exception()
+    ends: list[BaseException | None] = [TimeoutError("no answer")]
+
+    def run() -> None:
+        try:
+            action()
+            ends.append(None)
+        except BaseException as error:  # noqa: BLE001 - the caller decides
+            ends.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # the process must be able to exit without it
+    thread.start()
+    thread.join(seconds)
+    return ends[-1]
 
 
 def _cluster_address(spec: DriverSpec) -> str:
@@ -150,7 +161,7 @@ def _check_head(address: str, timeout: float) -> None:
     if problem is not None:
         raise _lost(
             f"no Ray cluster answers at {address} ({problem}; tried for {timeout:g} s). Start one there with "
-            "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto': it is "
+            "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto': give "
             "that of the head's GCS, not of its dashboard"
         ) from problem
 

@@ -70,7 +70,7 @@ class _ElasticTrainerMixin:
 
         def train() -> None:
             storage = get_train_context().storage_context
-            storage.storage_filesystem.create_dir(storage.experiment_fs_path)  # it only checks that the run is there
+            storage.storage_filesystem.create_dir(storage.experiment_fs_path)  # creates nothing, but checks the fence
             value = loop()
             if isinstance(value, Coroutine | Generator):
                 raise TypeError(

@@ -111,7 +111,9 @@ def check_loop(loop: Any) -> None:
         ConfigurationError: It is not such a function.
     """
     if not callable(loop):
-        raise ConfigurationError(f"the train loop must be a function or an import path, got {loop!r:.100}")
+        raise ConfigurationError(
+            f"the train loop must be a function or the import path of one, got {type(loop).__name__}"
+        )
     name = getattr(loop, "__name__", loop)
     if inspect.iscoroutinefunction(loop) or inspect.isgeneratorfunction(loop) or inspect.isasyncgenfunction(loop):
         raise ConfigurationError(

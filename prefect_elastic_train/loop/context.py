@@ -25,7 +25,7 @@ class RunContext:
         deployment_id: Id of the deployment of that flow run. Empty without one.
         deployment_name: Name of that deployment. Also empty if the Prefect API did not answer when training started.
         failures: Failures of workers, nodes and drivers in this run before this worker started.
-        trained_seconds: Training time of the run before this attempt, in seconds.
+        trained_seconds: Committed training time of the run before this attempt, in seconds.
         ends_at: Time at which ``timeout_seconds`` are over, in seconds since the epoch; 0 without a timeout.
         score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``). Empty without one.
     """

@@ -1,4 +1,4 @@
-"""Preflight of a storage: a test by the driver before training starts, instead of hours later with a checkpoint."""
+"""Preflight: the driver tests a storage before training starts, so that faults do not show hours later."""
 
 import uuid
 from contextlib import suppress

@@ -227,7 +227,7 @@ def test_another_configuration_is_refused_with_the_differences(store: LocalRunSt
     _counts(store, claim(config={"lr": 0.1}), "completed" if is_finished else "")
     # Who names the run means it, unless the run has nothing left to do.
     wanted = claim(config={"lr": 0.2, "wd": 0}, named=is_finished)
-    words = ("train_loop_config['lr'] changed; train_loop_config['wd'] changed", "run_name='mnist'")
+    words = ("train_loop_config['lr'] changed; train_loop_config['wd'] was added", "run_name='mnist'")
     assert "0.2" not in str(_refused(store, wanted, *words))
 
 

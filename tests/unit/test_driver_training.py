@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
 from prefect_elastic_train.driver.event_relay import EventOutput
 from prefect_elastic_train.driver.joining import join_cluster, limit_to_local_cluster
+from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 from prefect_elastic_train.driver.user_code import load_payload
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
@@ -98,7 +100,7 @@ def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_
         (b"torn", "cannot load train loop 'loop'"),
         (Payload("nowhere:loop"), "'nowhere:loop'.*'nowhere'.*ModuleNotFoundError"),
         (Payload("a_users_loops:Trainer.missing"), "'a_users_loops'.*no 'Trainer.missing'"),
-        (Payload("a_users_loops:NUMBER"), "must be a function or an import path, got 7"),
+        (Payload("a_users_loops:NUMBER"), "must be a function or the import path of one, got int"),
         (Payload("broken_loops:loop"), "cannot be imported.*RuntimeError: no licence"),
         (Payload(lambda config, other: None), r"parameters \(config, other\); it may require none"),
         (Payload(lambda *, config: None), r"parameters \(config\)"),
@@ -175,6 +177,27 @@ def test_what_was_raised_in_fit_or_around_it_becomes_an_outcome(error: Exception
     ended = final_event_of_error(error, STORAGE)
     assert (ended.outcome.value, ended.final) == (outcome, getattr(error, "final", False))
     assert ended.message.endswith(says)
+
+
+def test_an_error_before_ray_train_is_needed_is_told_without_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray.train")
+    monkeypatch.setitem(sys.modules, "ray.exceptions", None)  # as where Ray's installation is broken
+    assert final_event_of_error(PermissionError("read-only"), STORAGE).outcome is Outcome.STORAGE_ERROR
+
+
+def test_a_forked_process_counts_its_own_signals() -> None:
+    before = count_signals(signal.SIGUSR1)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.set_wakeup_fd(-1)
+        watch_signals()
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        os._exit(count_signals(signal.SIGUSR1) - before)
+    time.sleep(0.2)
+    assert count_signals(signal.SIGUSR1) == before
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -277,10 +300,18 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     assert patience[0] == 1.0
 
 
-def test_nothing_is_written_where_the_storage_of_a_run_that_had_begun_is_missing(tmp_path: Path) -> None:
-    spec = _spec(storage=LocalStorageSettings(path=str(tmp_path / "mnt" / "runs")))
-    with open(tmp_path / "events", "w") as file:
-        begun = replace(spec, request=replace(spec.request, begun=True))
-        with pytest.raises(AttemptFailedError, match="the storage is not mounted here"):
-            Attempt(begun, EventOutput(file), Details()).run()
-    assert not (tmp_path / "mnt").exists()
+@pytest.mark.parametrize(
+    ("request_of", "says"),
+    [
+        ({"begun": True}, "the storage is not mounted here"),
+        ({"resume_from": "misspelt"}, "resume_from='misspelt'"),  # else the run's name would belong to it
+    ],
+)
+def test_nothing_is_written_where_the_storage_or_the_source_of_a_run_is_missing(
+    tmp_path: Path, request_of: dict[str, Any], says: str
+) -> None:
+    spec = _spec(storage=LocalStorageSettings(path=str(tmp_path / "runs")))
+    with open(tmp_path / "events", "w") as file, pytest.raises(AttemptFailedError, match=says):
+        Attempt(replace(spec, request=replace(spec.request, **request_of)), EventOutput(file), Details()).run()
+    assert not [*tmp_path.glob("runs/*")]
+    assert "cluster_wanted" not in (tmp_path / "events").read_text()

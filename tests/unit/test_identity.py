@@ -304,8 +304,8 @@ def test_differences_are_told_in_words_and_without_values() -> None:
     assert before.differences(after) == [
         "train loop 'old' became 'new'",
         "framework 'torch' became 'jax'",
-        "train_loop_config['fresh'] changed",
-        "train_loop_config['gone'] changed",
+        "train_loop_config['fresh'] was added",
+        "train_loop_config['gone'] was removed",
         "train_loop_config['lr'] changed",
     ]
 

@@ -62,7 +62,7 @@ BLOCKS = Dataset(
 )
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"train_loop": 7}, ["must be a function or an import path, got 7"]),
+    ({"train_loop": 7}, ["must be a function or the import path of one, got int"]),
     ({"train_loop": two}, ["'two' has the parameters (config, other)"]),
     ({"train_loop": later}, ["'later' is async or a generator: calling it runs nothing", "asyncio.run(...)"]),
     ({"train_loop": functools.partial(piece_by_piece)}, ["is async or a generator"]),
