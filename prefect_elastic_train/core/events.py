@@ -247,17 +247,6 @@ DROPPABLE = (ControllerAlive, Reported)
 ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StandbysParked)
 
 
-class EventHandler:
-    """Calls the method ``on_<kind>`` for each event, or that of its base class, such as ``on_report``, if it exists."""
-
-    def handle(self, event: Event) -> Any:
-        """Call the method for this kind of event and return its result; None if there is no such method."""
-        for kind in type(event).__mro__:
-            if method := getattr(self, f"on_{_snake(kind)}", None):
-                return method(event)
-        return None
-
-
 def encode_event(event: Event) -> str:
     """Return an event as one line of JSON, without :data:`EVENT_TAG`, of at most :data:`size_limits.MAX_EVENT_BYTES`.
 

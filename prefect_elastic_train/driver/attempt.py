@@ -29,7 +29,7 @@ from prefect_elastic_train.runs.attempts import Begun, begin_attempt, check_run_
 from prefect_elastic_train.runs.commits import restore_snapshot
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, start_heartbeat, this_process
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number, refusal
+from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attempt_number
 from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import preflight
@@ -212,11 +212,11 @@ class Attempt:
         root = self._storage.folder(spec.storage.root)
         known, variable = spec.request.known_storage
         if not finished and known == root.uri and not root.folders():
-            raise refusal(
+            raise AttemptFailedError(
                 f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
                 "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
                 f"purpose, run `prefect variable delete {variable}` first",
-                Outcome.STORAGE_ERROR,
+                outcome=Outcome.STORAGE_ERROR,
             )
         return finished
 

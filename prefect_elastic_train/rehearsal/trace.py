@@ -30,7 +30,7 @@ class TracedReport(NamedTuple):
     checkpoint: str
 
 
-class Trace(BaseModel, ev.EventHandler):
+class Trace(BaseModel):
     """Trace of one training in a rehearsal: its reports that count, in order, collected from its events.
 
     A new worker group drops the reports after the checkpoint that it starts from; all reports without a checkpoint.
@@ -58,7 +58,19 @@ class Trace(BaseModel, ev.EventHandler):
     is_complete: bool = False
     failure: str = ""
 
-    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+    def handle(self, event: ev.Event) -> None:
+        """Record an event of the training."""
+        match event:
+            case ev.WorkerGroupStarted():
+                self._start_group(event)
+            case ev.Report():
+                self._add_report(event)
+            case ev.LoopWarned():
+                self.warnings[event.problem] = event.message
+            case ev.WorkerFailed():
+                self.worker_failures.append(event)
+
+    def _start_group(self, event: ev.WorkerGroupStarted) -> None:
         # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
         count = len(self.reports) if event.checkpoint else 0
         for index in self.saves:
@@ -70,7 +82,7 @@ class Trace(BaseModel, ev.EventHandler):
         self.ranks = event.ranks
         self.started_at = event.at
 
-    def on_report(self, event: ev.Report) -> None:
+    def _add_report(self, event: ev.Report) -> None:
         checkpoint = str(self.folder / event.checkpoint) if isinstance(event, ev.CheckpointCommitted) else ""
         numbers = {
             name: value
@@ -80,12 +92,6 @@ class Trace(BaseModel, ev.EventHandler):
         self.reports.append(TracedReport(numbers, event.world_size, self.group_count, checkpoint))
         if len(self.reports) > len(self.progress_times):
             self.progress_times.append(event.at)
-
-    def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        self.warnings[event.problem] = event.message
-
-    def on_worker_failed(self, event: ev.WorkerFailed) -> None:
-        self.worker_failures.append(event)
 
     @property
     def saves(self) -> list[int]:

@@ -24,7 +24,6 @@ from prefect_elastic_train.runs.run_directory import (
     RecordedAttempt,
     ResumePoint,
     RunDirectory,
-    refusal,
 )
 from prefect_elastic_train.storage.store import RunStore
 
@@ -103,7 +102,7 @@ def begin_attempt(
         notes += [*_configuration_notes(run, request), *(point.repairs or _snapshot_notes(run, point))]
         restore_snapshot(store, point.commit)
         return Begun(attempt, point, counted + 1, notes, run.record.id)
-    raise refusal(
+    raise AttemptFailedError(
         f"run {request.run_name!r} was changed {_MAX_TRIES} times while this driver tried to start; another flow run "
         "is starting on it, give this one another run_name"
     )
@@ -129,24 +128,24 @@ def check_run_is_free(run: RunDirectory, request: RunRequest) -> EndedRecord | N
     """
     name = request.run_name
     if request.begun and not (run.attempt_numbers or run.commit_ids):
-        raise refusal(
+        raise AttemptFailedError(
             f"attempts of run {name!r} have begun, and {run.uri} holds none of them: the storage is not mounted here, "
             "is another one than before, or the run was deleted. Nothing was written. Make the storage available and "
             "retry the flow run; to begin again without it, start a new flow run, or give another run_name",
-            Outcome.STORAGE_ERROR,
+            outcome=Outcome.STORAGE_ERROR,
         )
     last = run.newest_attempt
     is_own = run.owner is not None and run.owner.flow_run_id == request.owner.flow_run_id
     if not run.record and not last.number:
         if run.is_foreign and not request.resume:
-            raise refusal(
+            raise AttemptFailedError(
                 f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or "
                 "resume=True to continue it"
             )
     elif not is_own:
         _check_takeover(run, request)
     if run.record and request.resume_from and run.record.resume_from != request.resume_from:
-        raise refusal(
+        raise AttemptFailedError(
             f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
             "give it a new run_name"
         )
@@ -155,7 +154,7 @@ def check_run_is_free(run: RunDirectory, request: RunRequest) -> EndedRecord | N
     if differences and request.resume:
         completed = None  # it is trained further
     elif differences and (completed or not request.named):
-        raise refusal(
+        raise AttemptFailedError(
             f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains "
             f"several models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
@@ -174,7 +173,7 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
     owner = run.owner
     holder = owner.describe() if owner else "a flow run whose name cannot be read any more"
     if not request.resume:
-        raise refusal(
+        raise AttemptFailedError(
             f"run {request.run_name!r} in {run.uri} belongs to {holder}. Give this training another run_name, or "
             "resume=True to take the run over"
         )
@@ -182,7 +181,7 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
     is_known = last.record or not last.number
     if not last.ended and is_alive(run.store, owner if is_known else None):
         location = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner else ""
-        raise refusal(
+        raise AttemptFailedError(
             f"run {request.run_name!r} is being trained right now by {holder}{location}; cancel that flow run first, "
             "then resume"
         )
@@ -197,11 +196,11 @@ def _check_not_superseded(run: RunDirectory, owner: Owner) -> None:
     was_holder = any(record.owner.supervisor == owner.supervisor for record in records)
     is_same_execution = 0 < owner.execution == holder.execution
     if was_holder or (is_same_execution and not run.newest_attempt.ended and is_alive(run.store, holder)):
-        raise refusal(
+        raise AttemptFailedError(
             f"the newest attempt of run {run.name!r} in {run.uri} was started by another "
             f"{'training' if is_same_execution else 'process'} of the same flow run, so this one stops. "
             "Trainings that run at the same time need a run_name each",
-            Outcome.INVALID if is_same_execution else Outcome.SUPERSEDED,
+            outcome=Outcome.INVALID if is_same_execution else Outcome.SUPERSEDED,
         )
 
 

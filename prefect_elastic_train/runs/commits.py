@@ -17,14 +17,13 @@ from functools import partial
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import written_by
-from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.run_directory import (
     RunDirectory,
     newest_attempt_number,
-    refusal,
 )
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
@@ -195,7 +194,7 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     missing = [name for name in names if name not in manifest]
     usable = without_checkpoints(snapshot, missing) if snapshot else None
     if not usable:
-        raise refusal(
+        raise AttemptFailedError(
             f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
             "names no checkpoint that still exists; remove that file to start from scratch, or give another run_name"
         )

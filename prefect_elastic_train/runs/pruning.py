@@ -14,7 +14,7 @@ from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.heartbeat import Liveness, is_alive, this_process
 from prefect_elastic_train.runs.inspecting import RunState, summarize
-from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number, refusal
+from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
 
 _SETTLE_SECONDS = 60.0  # time that an attempt's processes may outlive its driver, or the record of its end
@@ -61,24 +61,26 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         idle_seconds = time.time() - (summary.last_activity_at or 0.0)
         if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
             activity = "deleted" if is_interrupted else "trained, or may be"
-            raise refusal(f"it is being {activity}: {summary.detail}")
+            raise AttemptFailedError(f"it is being {activity}: {summary.detail}")
         settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
         if not is_interrupted and idle_seconds <= settle_seconds:
-            raise refusal("it was active just now, or was claimed within a day and is about to begin")
+            raise AttemptFailedError("it was active just now, or was claimed within a day and is about to begin")
         is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
         if is_interrupted or is_old:
             # The driver's clock may be wrong: before its run is deleted, its heartbeat is watched.
             if has_no_end and is_alive(run.store, run.newest_attempt.owner):
-                raise refusal("it is being trained: its heartbeat changes")
+                raise AttemptFailedError("it is being trained: its heartbeat changes")
             reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
             if is_interrupted:
                 reason = "its deletion was interrupted"
             return replace(plan, deletions=[Deletion("", sum(run.file_sizes().values()), reason)])
         if run.resume_point.repairs:
-            raise refusal(f"a resume repairs it first: {run.resume_point.repairs[0]}")
+            raise AttemptFailedError(f"a resume repairs it first: {run.resume_point.repairs[0]}")
         leftovers = [Deletion(folder, size, "no commit needs it") for folder, size in run.leftovers.items()]
         if leftovers and has_no_end:
-            raise refusal("its newest attempt has no end: resume the run, which removes leftovers, or delete it whole")
+            raise AttemptFailedError(
+                "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
+            )
         return replace(plan, deletions=leftovers)
     except AttemptFailedError as error:  # also if commits are lost, or another version wrote the run
         return RunPlan(run.name, 0, None, skipped=str(error))

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import (
     AttemptRecord,
     CommitRecord,
@@ -269,7 +269,7 @@ class RunDirectory:
         if record.since:
             full = self.commit((record.attempt, record.since))
             if not full:  # the other checkpoints that are needed are unknown
-                raise refusal(
+                raise AttemptFailedError(
                     f"commit {layout.commit_label(commit)} of {self.uri} adds to commit {record.since} of its attempt, "
                     f"which is torn or missing in {layout.COMMITS}. Nothing was changed. Restore that file, or move "
                     "this attempt's commits and checkpoints away to resume from the attempt before"
@@ -386,7 +386,7 @@ class RunDirectory:
             # The others are interrupted uploads, and folders that a person or the loop made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) < 0]
         if left:
-            raise refusal(
+            raise AttemptFailedError(
                 f"no commit of {self.uri} with an intact checkpoint is left or readable, and it holds {len(left)} "
                 f"folders that may be checkpoints ({', '.join(left[:5])}). Nothing was changed. Either restore the "
                 f"files in {layout.COMMITS}, move the folders away to start from scratch, move {layout.STATE_FOLDER} "
@@ -400,11 +400,6 @@ def newest_attempt_number(store: RunStore) -> int:
     Each call lists the attempts in the storage.
     """
     return max(RunDirectory(store).attempt_numbers, default=0)
-
-
-def refusal(message: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
-    """Return the error of an attempt that does not start. The caller raises it."""
-    return AttemptFailedError(message, outcome=outcome)
 
 
 def _overlapping(names: Iterable[str]) -> Callable[[str], bool]:

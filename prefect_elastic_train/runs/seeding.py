@@ -12,7 +12,7 @@ from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import write_first_commit
 from prefect_elastic_train.runs.fingerprints import LATEST_RUN, check_run_name
-from prefect_elastic_train.runs.run_directory import RunDirectory, refusal
+from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.snapshots import seed_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
@@ -52,7 +52,7 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
         else:
             source = _choose_checkpoint(storage, check_run_name(name), choice or "latest")
     except AttemptFailedError as error:
-        raise refusal(f"resume_from={request.resume_from!r}: {error}") from error
+        raise AttemptFailedError(f"resume_from={request.resume_from!r}: {error}") from error
     return replace(source, notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
 
 
@@ -86,9 +86,9 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
         except FileNotFoundError:
             damage = "it was deleted meanwhile"
         if damage:
-            raise refusal(
+            raise AttemptFailedError(
                 f"resume_from={chosen!r}: the copy of the checkpoint is damaged: {damage}; retry the flow run",
-                Outcome.STORAGE_ERROR,
+                outcome=Outcome.STORAGE_ERROR,
             )
     target.replace(layout.RUN, encode(record.model_copy(update={"source": chosen})))
     if chosen:
@@ -118,7 +118,7 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
         try:
             record = decode(RunRecord, folder.read(name))
             if not record:
-                raise refusal(f"{folder.uri}/{name}, the record of a completed run, is torn")
+                raise AttemptFailedError(f"{folder.uri}/{name}, the record of a completed run, is torn")
             is_own = record.creator.flow_run_id == request.owner.flow_run_id
             if is_own or not record.fingerprint.may_be_loop_of(fingerprint):
                 continue
@@ -146,14 +146,14 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     run = RunDirectory(storage.run(name))
     newest = run.newest_attempt
     if newest.is_pruner:
-        raise refusal(f"run {name!r} is being deleted")
+        raise AttemptFailedError(f"run {name!r} is being deleted")
     if completed:
         is_same = run.record is not None and run.record.id == completed.id
         if not is_same or newest.outcome != Outcome.COMPLETED:
-            raise refusal(f"run {name!r} was deleted, or is not completed any more")
+            raise AttemptFailedError(f"run {name!r} was deleted, or is not completed any more")
     point = run.resume_point
     if not point.commit:
-        raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
+        raise AttemptFailedError("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
     metrics = {each["checkpoint_dir_name"]: each["metrics"] for each in point.commit.snapshot["checkpoint_results"]}
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best = run.best_checkpoint(point.commit)
@@ -168,10 +168,14 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     elif named:
         folder = max(named, key=age_of)
     elif choice == "best":
-        raise refusal(f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one")
+        raise AttemptFailedError(
+            f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one"
+        )
     else:
         names = ", ".join(sorted(map(loop_name, metrics)))
-        raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
+        raise AttemptFailedError(
+            "; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs])
+        )
     return Source(name, folder, metrics[folder], point.commit.manifest.get(folder, {}), notes)
 
 

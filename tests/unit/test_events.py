@@ -11,7 +11,6 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
-from prefect_elastic_train.rehearsal.trace import Trace
 
 #: A value of each type that an event's fields have, none of them a default.
 VALUES: dict[Any, Any] = {
@@ -83,27 +82,3 @@ def test_no_event_is_larger_than_its_bound_and_none_is_cut_silently(
     assert decoded is not None
     assert decoded.kind == event.kind
     assert "are left empty" in caplog.text or "bytes left out" in text
-
-
-class _Counter(ev.EventHandler):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_report(self, event: ev.Report) -> None:
-        self.calls.append(f"report: {event.kind}")
-
-    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        self.calls.append("commit")
-
-
-def test_an_event_is_handled_by_the_method_of_its_kind_or_of_its_base_class() -> None:
-    counter = _Counter()
-    for event in EVENTS:
-        counter.handle(event)
-    assert counter.calls == ["report: reported", "commit"]
-
-
-@pytest.mark.parametrize("handler", [Trace])
-def test_each_method_of_a_handler_is_for_a_kind_that_exists(handler: type) -> None:
-    kinds = {f"on_{ev._snake(base)}" for kind in ev.KINDS.values() for base in kind.__mro__}
-    assert {name for name in vars(handler) if name.startswith("on_")} <= kinds
