@@ -1,9 +1,7 @@
 """The checks of `elastic-train doctor`, in their order, with their time limits."""
 
-import contextvars
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import without_credentials
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
@@ -104,9 +103,7 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding
             kind = "" if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: "
             findings.append(fail(f"{kind}{error}"))
 
-    # Prefect's settings are in context variables.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
-    thread.start()
+    thread = start_thread(run)
     thread.join(_SECONDS)
     if thread.is_alive():
         findings.append(

@@ -23,6 +23,7 @@ from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import read_spec
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import FIT_EXIT_SECONDS
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> None:
         time.sleep(FIT_EXIT_SECONDS)
         end(final_event_of_signal(spec, spec_file), stuck=True)
 
-    threading.Thread(target=end_if_stuck, name="elastic-train-stop", daemon=True).start()
+    start_thread(end_if_stuck)
     try:
         try:
             ended = attempt.run()

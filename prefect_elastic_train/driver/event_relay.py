@@ -17,6 +17,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
@@ -47,7 +48,7 @@ class EventReceiver:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._readers: list[threading.Thread] = []
         self.address = ReceiverAddress(self._listener.getsockname()[1], secrets.token_hex(16))
-        threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
+        start_thread(self._accept)
 
     def finish(self, timeout_seconds: float) -> None:
         """Wait up to a time limit until all senders have closed their connections: then all events are received."""
@@ -63,9 +64,7 @@ class EventReceiver:
         with suppress(OSError):  # it was closed
             while True:
                 connection, _ = self._listener.accept()
-                thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
-                thread.start()
-                self._readers.append(thread)
+                self._readers.append(start_thread(self._read, connection))
 
     def _read(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as lines, suppress(OSError):
@@ -167,7 +166,7 @@ class EventRecorder:
         self._activity = ""
         self._activity_since = 0.0
         self._closed = threading.Event()
-        threading.Thread(target=self._send_heartbeats, name="elastic-train-heartbeat", daemon=True).start()
+        start_thread(self._send_heartbeats)
 
     def emit(self, event: ev.Event) -> None:
         """Number an event, send it to the supervisor, and record it in the run's history.

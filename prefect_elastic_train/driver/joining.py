@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from prefect_elastic_train.core.events import ClusterConnected
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.core.threads import start_thread
 
 
 def join_cluster(spec: DriverSpec) -> ClusterConnected:
@@ -113,9 +113,7 @@ def error_within(seconds: float, action: Callable[[], object]) -> BaseException 
         except BaseException as error:  # noqa: BLE001 - the caller decides
             ends.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # the process must be able to exit without it
-    thread.start()
-    thread.join(seconds)
+    start_thread(run).join(seconds)
     return ends[-1]
 
 

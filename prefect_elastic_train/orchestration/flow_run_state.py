@@ -4,7 +4,6 @@ Python delivers signals to the main thread only, and a flow that runs without a 
 the states of its flow runs: otherwise a cancelled flow would wait for a training in another thread, perhaps for weeks.
 """
 
-import contextvars
 import logging
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ from prefect.context import FlowRunContext
 from prefect.events.filters import EventFilter
 from prefect.states import Cancelled
 
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import FLOW_RUN_STATE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -29,17 +29,6 @@ _T = TypeVar("_T")
 #: without heartbeats, whose process may be alive. Completed is not one: a flow may end before a training that it has
 #: submitted.
 _STOPPING_STATES = ("CANCELLING", "CANCELLED", "FAILED")
-
-
-def start_thread(run: Callable[[], object]) -> threading.Thread:
-    """Start a daemon thread in the context of the caller, which has Prefect's settings, client, flow run and task run.
-
-    The thread's name is ``elastic-train <name of the function>``.
-    """
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name=f"elastic-train {run.__qualname__}", daemon=True)
-    thread.start()
-    return thread
 
 
 def query_prefect(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from prefect_elastic_train.core.records import Heartbeat, Owner, decode, encode
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.run_directory import RecordedAttempt, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
@@ -70,8 +71,7 @@ def start_heartbeat(store: RunStore, attempt: int, on_fenced_off: Callable[[], o
         stopped.set()
         thread.join(timeout=2)
 
-    thread = threading.Thread(target=write, name="elastic-train-heartbeat", daemon=True)
-    thread.start()
+    thread = start_thread(write)
     return stop
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.store import RunStore
 
@@ -55,8 +56,7 @@ class HistoryWriter:
         self._last_report_at = 0.0
         self._reports_kept = 0  # since the start of the worker group
         self._skipped: list[ev.Event] = []  # the newest report if it was left out; kept if another event follows
-        self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run)
 
     def add(self, event: ev.Event) -> None:
         """Add an event to the history. Heartbeats are left out, and in a long run most reports without a checkpoint."""

@@ -4,13 +4,13 @@ import os
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
 from prefect_elastic_train.core.size_limits import whole_lines
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import KILL_SECONDS
 
 _CHUNK_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
                 into.put((source, line))
         into.put((source, None))
 
-    threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True).start()
+    start_thread(run)
 
 
 def complete(action: Callable[[], object]) -> None:
