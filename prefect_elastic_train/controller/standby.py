@@ -54,7 +54,7 @@ class Standby:
 
     Attributes:
         actor: Ray's actor.
-        worker: Ray Train's worker on the same node that it stands by for.
+        worker: The worker on the same node for which it was booted.
         visible_devices: ``CUDA_VISIBLE_DEVICES`` of its process, which cannot be changed later.
         pending: Ray's reference to its next :class:`ProcessState`, by which the controller notices its death.
         metadata: Ray Train's ActorMetadata of its process; None until it is warm.
