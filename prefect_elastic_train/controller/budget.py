@@ -12,7 +12,7 @@ class FailureWindow:
     """
 
     committed = 0.0  # seconds of training up to the newest commit
-    _zero: float | None = None  # time at which the training of this group and what is committed would have begun
+    _zero: float | None = None  # time at which trained_seconds() would be 0; None while no worker group trains
 
     def __init__(self, after_seconds: float) -> None:
         self._after_seconds = after_seconds

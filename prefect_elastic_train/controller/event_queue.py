@@ -51,7 +51,7 @@ class EventQueue:
             self._events.put(event)
 
     def close(self, timeout_seconds: float) -> None:
-        """Write no later events, and wait up to a time limit until all queued events are written."""
+        """Wait up to a time limit until all queued events are written. Later events are not."""
         if self._dropped:
             logger.warning("%d events were dropped", self._dropped)
         self.closed.set()

@@ -32,11 +32,11 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         Records the failure against its budget: that of worker group failures or that of preemptions.
         """
         state = self._state
+        state.is_preempted = state.is_draining or _is_preemption_failure(training_failed_error)
         if isinstance(training_failed_error, ControllerError):
             return super().make_decision(training_failed_error)
         failures = getattr(training_failed_error, "worker_failures", {})
         state.failures = state.failures or failures
-        state.is_preempted = state.is_draining or _is_preemption_failure(training_failed_error)
         if permanent_reason(failures.values()):
             return FailureDecision.RAISE
         counting = state.budget.record_failure(state.is_preempted)

@@ -34,7 +34,7 @@ class LoopWatch:
     """Checks the train loops of the worker groups, in the controller: that they restore, save, report, and do not hang.
 
     Args:
-        settings: They say what happens to a worker group whose loop ignores its checkpoint, or reports nothing.
+        settings: ``ignored_checkpoint`` and ``stall_timeout_seconds`` apply here.
         publish: Function that publishes an event.
 
     Attributes:

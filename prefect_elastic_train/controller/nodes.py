@@ -46,7 +46,7 @@ def remove_orphaned_placement_groups() -> int:
         for job in state.jobs()
         if job["IsDead"] and any(module in job["Entrypoint"] for module in (DRIVER_MODULE, JOB_MODULE))
     }
-    table = state.state._connect_and_get_accessor().get_placement_group_table()
+    table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
     orphans = [
         group
         for group in map(PlacementGroupTableData.FromString, table)

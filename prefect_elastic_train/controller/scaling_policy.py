@@ -195,9 +195,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
         A healthy worker group never shrinks.
         """
+        try:
+            return self._decide_growth(worker_group_state.workers, worker_group_status)
+        except Exception:
+            logger.warning("Cannot decide about growth; training goes on", exc_info=True)
+            return rays.NoopDecision()
+
+    def _decide_growth(self, workers: list[Any], worker_group_status: Any) -> rays.ScalingDecision:
         now = time.monotonic()
         state = self._state
-        workers = worker_group_state.workers
         if not self._growth_planned_at:
             self._commit_count = state.commit_count  # the ranks did not wait at that commit
         committed = state.commit_count > self._commit_count
@@ -205,11 +211,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not is_due or not all(status.running for status in worker_group_status.worker_statuses.values()):
             return rays.NoopDecision()
         self._next_check = now + self._settings.resize_check_interval_seconds
-        try:
-            capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
-        except Exception:
-            logger.warning("Cannot decide about growth; training goes on", exc_info=True)
-            return rays.NoopDecision()
+        capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
         self._commit_count = state.commit_count
         possible = min(capacity.stable, self._start.limit(now))
         target = possible if possible > len(workers) else 0
@@ -220,8 +222,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 worker.execute_async(set_announced_growth, self._growths if target else 0)
         waited = now - self._growth_planned_at
         # Without any checkpoint, a growth would lose all work.
-        is_patient = not state.checkpoint or not 0 < self._settings.resize_patience_seconds <= waited
-        if not target or (is_patient and not committed):
+        has_waited = bool(state.checkpoint) and 0 < self._settings.resize_patience_seconds <= waited
+        if not target or not (committed or has_waited):
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
         return GrowthDecision(target, self._demand.resources, "commit" if committed else "patience", waited)

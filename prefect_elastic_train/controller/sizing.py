@@ -89,13 +89,18 @@ def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
     """Return the hosts of each TPU slice of the demanded shape that is whole and free, sorted by the slice's name."""
     shape = demand.shape
     assert shape is not None
+    return [hosts for _, hosts in _slices(nodes, shape) if _is_free(hosts, demand, shape)]
+
+
+def _slices(nodes: Collection[Node], shape: SliceShape) -> list[tuple[str, list[Node]]]:
+    """Return name and hosts of each TPU slice of a shape, sorted by name. It may lack hosts that are lost or drain."""
     members: defaultdict[str, list[Node]] = defaultdict(list)
     for node in nodes:
         if node.labels.get("ray.io/tpu-pod-type") == shape.pod_type:
             is_whole = node.total.get("TPU", 0) >= shape.chips
             members[node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")].append(node)
     members.pop("", None)
-    return [hosts for _, hosts in sorted(members.items()) if _is_free(hosts, demand, shape)]
+    return sorted(members.items())
 
 
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:
@@ -114,10 +119,16 @@ def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> 
         conditions = f" on nodes with {dict(demand.labels)}" if demand.labels else ""
         conditions += f", {demand.strategy}" if demand.strategy.startswith("STRICT") else ""
         return f"{missing} more worker(s) with {_format(demand.resources)} each{conditions}"
+    problems = [
+        f"{name}: {sum(host.total.get('TPU', 0) for host in hosts):g} of {shape.chips} chips live and do not drain, "
+        f"{sum(host.available.get('TPU', 0) for host in hosts):g} are free"
+        for name, hosts in _slices(nodes, shape)
+        if not _is_free(hosts, demand, shape)
+    ]
     return (
         f"{-(-missing // shape.workers)} more whole slice(s) {shape.accelerator_type} {shape.topology} of "
-        f"{shape.workers} worker(s) each, with hosts that live, do not drain and have {_format(demand.resources)} free "
-        "for each worker"
+        f"{shape.workers} worker(s) with {_format(demand.resources)} each "
+        f"({'; '.join(problems[:10]) or 'there are no others'})"
     )
 
 

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 #: imports may need the processors.
 _BOOT_AFTER_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # between two checks of the standbys
+_MAX_PAUSE_SECONDS = 3600.0  # up to which this grows after losses
 _STANDBY_QUERY_SECONDS = 1.0  # for answers of workers and standbys
 _DEVICES_SECONDS = 30.0  # for the tasks that look up the devices of a placement group
 _EXPECTED_BYTES = 3 * 2**28  # memory of a standby with torch for CUDA
@@ -53,7 +54,7 @@ class Standby:
 
     Attributes:
         actor: Ray's actor.
-        worker: Ray Train's worker on the same node that it stands by for.
+        worker: The worker on the same node for which it was booted.
         visible_devices: ``CUDA_VISIBLE_DEVICES`` of its process, which cannot be changed later.
         pending: Ray's reference to its next :class:`ProcessState`, by which the controller notices its death.
         metadata: Ray Train's ActorMetadata of its process; None until it is warm.
@@ -112,7 +113,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
         """Boot missing standby workers if a worker group trains and none of its nodes drains.
 
         Ray Train calls this after each poll; the standby workers are checked each `_CHECK_SECONDS`. After each loss of
-        a standby worker, for example by lack of memory, the time between two checks doubles.
+        a standby worker, for example by lack of memory, the time between two checks doubles, up to an hour.
         """
         now = time.monotonic()
         statuses = worker_group_status.worker_statuses.values()
@@ -127,7 +128,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
         except Exception:
             logger.warning("Cannot boot standby workers; training goes on", exc_info=True)
             self._pause_seconds *= 2
-        self._next_check = now + self._pause_seconds
+        self._next_check = now + min(self._pause_seconds, _MAX_PAUSE_SECONDS)
 
     def release(self, but_not: Collection[Any] = ()) -> None:
         """Kill all standby workers, except those with an actor in ``but_not``. Afterwards none is registered."""

@@ -218,8 +218,8 @@ def test_tpu_workers_fill_whole_free_slices_and_leave_one_whole_when_a_host_is_d
     job = cluster.hold({"TPU": 4}, {"ray.io/tpu-slice-name": "busy", "ray.io/tpu-worker-id": "1"})
     training = Training(start, cluster, tmp_path, scaling=TPUS, framework="jax")
     missing = training.wait_for_waiting()
-    assert "broken: 4 of 8 chips are there" in missing
-    assert "busy: held by another job" in missing
+    assert "broken: 4 of 8 chips live and do not drain, 4 are free" in missing
+    assert "busy: 8 of 8 chips live and do not drain, 4 are free" in missing
     job.kill()
     training.wait_for_sizes(2)
     free = cluster.add_slice("free")

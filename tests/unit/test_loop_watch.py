@@ -1,6 +1,7 @@
 """What is told of loops: from what they report, what they have asked for, and who waits for whom."""
 
 import gc
+import inspect
 import queue
 import re
 import sys
@@ -9,13 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from jax.experimental import multihost_utils
 from ray.exceptions import ActorDiedError
-from ray.train import WorkerGroupError
+from ray.train import WorkerGroupError, collective
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather_copy_out
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.controller import loop_watch, worker_group
@@ -227,11 +233,33 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     wait_for(lambda: waited() > 0.3, 5, "the wait")
     stacks = loop_inspection.thread_stacks()
     assert re.match(
-        rf"waits for Ray or other ranks at {re.escape(__file__)}:\d+ in barrier: waits\._monitor_target\(\)", stacks
+        rf"waits for other ranks at {re.escape(__file__)}:\d+ in barrier: waits\._monitor_target\(\)", stacks
     )
     waits.get_exception_queue().put(None)
     wait_for(lambda: not worker.poll_status().running, 5, "the end of the loop")
     assert waited() == pytest.approx(0.0, abs=0.05)  # a loop that has returned waits for nobody
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (dist.recv, True),
+        (wait_tensor, True),  # DTensor
+        (foreach_all_gather_copy_out, True),  # FSDP2
+        (multihost_utils.process_allgather, True),
+        (multihost_utils.sync_global_devices, True),
+        (collective.broadcast_from_rank_zero, True),
+        (queue.Queue.get, False),
+        (torch.autograd.backward, False),
+    ],
+)
+def test_a_rank_in_a_collective_is_told_apart_from_one_that_is_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, function: Any, waits: bool
+) -> None:
+    function = inspect.unwrap(function)
+    line = f'  File "{inspect.getsourcefile(function)}", line 7, in {function.__name__}\n'
+    monkeypatch.setattr(loop_inspection.traceback, "format_stack", lambda frame: [line])
+    assert loop_inspection.thread_stacks().startswith("waits for other ranks at" if waits else "is at") is True
 
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:

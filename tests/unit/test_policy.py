@@ -294,6 +294,12 @@ def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interva
     assert policy.asked == 2
 
 
+def test_a_worker_that_cannot_be_told_of_a_growth_does_not_end_the_training() -> None:
+    policy = _policy()
+    policy.group.workers[0].execute_async = lambda *arguments: 1 / 0
+    assert policy.grow(4) is None
+
+
 def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit_when_patience_is_over(
     state: State, later: Callable[[float], None]
 ) -> None:

@@ -101,8 +101,19 @@ def test_only_a_slice_that_is_whole_and_free_counts(hosts: list[Node], held: dic
     demand = replace(tpus(), held=held)
     assert possible_workers(hosts, demand) == workers
     assert possible_workers([*hosts, host("s2", 0), host("s2", 1)], demand) == workers + 2
-    missing = sizing.describe_missing(hosts, tpus(low=4), 0)
-    assert missing.startswith("2 more whole slice(s) TPU-V6E 2x4 of 2 worker(s) each, with hosts that live")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "problem"),
+    [
+        ([host("s1", 0)], "s1: 4 of 8 chips live and do not drain, 4 are free"),
+        ([host("s1", 0, free=2), host("s1", 1)], "s1: 8 of 8 chips live and do not drain, 6 are free"),
+        ([host("s1", number, shape=SINGLE) for number in (0, 1)], "there are no others"),  # of another kind
+    ],
+)
+def test_a_wait_for_slices_is_told_with_what_keeps_each_from_use(hosts: list[Node], problem: str) -> None:
+    missing = sizing.describe_missing([*hosts, host("s2", 0), host("s2", 1)], tpus(low=4), 2)
+    assert missing == f"1 more whole slice(s) TPU-V6E 2x4 of 2 worker(s) with TPU=4, CPU=1 each ({problem})"
 
 
 def test_slices_of_a_single_host_count_one_by_one_and_none_without_another_resource() -> None:

@@ -167,6 +167,9 @@ def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours
     pool = _parked(("a", "", "gone"), ("a", "", "gone"), ("a", "", "warm"))
     pool.after_worker_group_poll_status(_status("report"))
     assert pool._next_check - time.monotonic() > 3.9 * standby._CHECK_SECONDS
+    pool._pause_seconds, pool._next_check = 1e9, 0.0
+    pool.after_worker_group_poll_status(_status("report"))
+    assert pool._next_check - time.monotonic() <= standby._MAX_PAUSE_SECONDS
     assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2
     pool.release()
     assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2 + ["a//warm"]
