@@ -466,7 +466,7 @@ class Session(AbstractContextManager["Session"]):
             self.done = about["step"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             seed_everything(self._seed, self.done, self._share[0])
-            for rank in range(self.rank, about["world_size"], self.world_size):  # the ranks divide the files
+            for rank in range(self.rank, about["world_size"], self.world_size):  # each file is read by one rank
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
                     self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
                     if about["world_size"] == self.world_size:

@@ -231,6 +231,16 @@ def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplo
     assert "The score of step 40 has no checkpoint to rank: save_scored=False" in caplog.text
 
 
+def test_a_step_without_a_batch_does_not_replace_the_scored_step_before_it() -> None:
+    with _scored(), loop.session(loop.ArrayState(weights=1.0), steps=9, global_batch=4) as session:
+        recorder = Recorder(session)
+        for _ in session.batches(np.arange(40)):
+            session.step({"val_loss": 0.5})
+            break
+        session.step()
+    assert [one["step"] for one, weights in recorder.reports if weights and "val_loss" in one] == [1]
+
+
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
     def evaluate(step: int) -> dict[str, Any]:
         return {
