@@ -69,7 +69,21 @@ def length_of(dataset: Any) -> int:
             "memory map, for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch "
             "again"
         )
+    if _reads_labels(dataset):
+        raise TypeError(
+            f"the samples of {type(dataset).__name__} cannot be read by position: "
+            "give an array of them (such as .to_numpy() returns) or a list"
+        )
     return len(dataset)
+
+
+def _reads_labels(dataset: Any) -> bool:
+    """Return True for a torch dataset that wraps pandas objects, such as ``Subset``: it reads them by label."""
+    if type(dataset).__module__ != "torch.utils.data.dataset":
+        return False
+    wrapped = vars(dataset).get("datasets") or [vars(dataset).get("dataset")]
+    parts = wrapped.values() if isinstance(wrapped, dict) else wrapped
+    return any(hasattr(part, "iloc") or _reads_labels(part) for part in parts)
 
 
 def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[tuple[Indices, Any]]:
@@ -96,7 +110,16 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
     options = {"generator": torch.Generator().manual_seed(seed), **options}
     collate = partial(_collate, dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
     samples = range(sampler.order.length)
-    yield from torch.utils.data.DataLoader(samples, batch_sampler=sampler, collate_fn=collate, in_order=True, **options)
+    loader = torch.utils.data.DataLoader(samples, batch_sampler=sampler, collate_fn=collate, in_order=True, **options)
+    try:
+        yield from loader
+    except (EOFError, OSError, RuntimeError) as error:
+        if "Caught " in str(error) or not loader.num_workers:  # an error of the dataset
+            raise
+        raise RuntimeError(
+            f"a data loading process was killed or has crashed (out of memory?): {error!r}. "
+            "Give the workers more memory, or lower num_workers"
+        ) from None
 
 
 def _read(dataset: Any, index: Any) -> Any:

@@ -89,6 +89,7 @@ class Cadence:
         self.background = 0.0
         self._began = self._saved_at = self._checked_at = self.clock()
         self._longest_step = 0.0  # longest time between two checks since the last save, in seconds
+        self._longest_before = 0.0  # the same, between the two saves before
         self._is_last = False  # the save before ``ends_at`` is due
 
     def due(self, step: int) -> bool:
@@ -103,7 +104,7 @@ class Cadence:
         if self.steps and step % self.steps == 0:
             return True
         save_seconds = _LAST_SAVES * (self.blocked + self.background)
-        reserved = _LAST_SECONDS + save_seconds + self._longest_step
+        reserved = _LAST_SECONDS + save_seconds + max(self._longest_step, self._longest_before)
         if self.ends_at and time.time() > self.ends_at - reserved:
             self._is_last = True
             return True
@@ -117,6 +118,7 @@ class Cadence:
         """
         self.blocked = blocked
         self._saved_at = self._checked_at = self.clock()
+        self._longest_before = self._longest_step
         self._longest_step = 0.0
         if self._is_last:
             self.ends_at = 0.0

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from etils import epath
 from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restore_part
 
 _FOLDER = "jax"  # folder of a checkpoint, with Orbax's files
-_flat = partial(ocp.tree.to_flat_dict, sep=".")  # the leaves of a pytree by their paths, such as "params.inner"
-_nested = partial(ocp.tree.from_flat_dict, sep=".")
+_flat = ocp.tree.to_flat_dict  # the leaves of a pytree by their paths, such as ("params", "inner")
+_nested = ocp.tree.from_flat_dict
 
 # Orbax logs some fifteen lines for each save and process, through absl's logger, which the loop may use, too.
 logging.getLogger("absl").addFilter(
@@ -82,7 +81,8 @@ class JaxState(ArrayState):
             path = epath.Path(merged)
             handler.finalize(path)
             saved = _flat(handler.metadata(path).tree)
-            StateMismatchError.check(current, saved, only_these)
+            shown, shown_saved = ({".".join(path): tree[path] for path in tree} for tree in (current, saved))
+            StateMismatchError.check(shown, shown_saved, vars(self) if only_these else None)
             args = _nested({name: _restore_args(current.get(name)) for name in saved})
             values = _flat(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
         restored = {name: _restore_leaf(leaf, values[name]) for name, leaf in leaves.items()}
@@ -94,11 +94,13 @@ class JaxState(ArrayState):
         Raise ValueError if a leaf cannot be restored exactly.
         """
         leaves = _flat(vars(self))
+        if len(set(map(".".join, leaves))) < len(leaves):
+            raise ValueError("JaxState: Orbax would store two leaves in one file: rename keys that contain dots")
         for name, leaf in leaves.items():
             is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
             if not (is_number or type(leaf) is np.ndarray) or not np.size(leaf):
                 raise ValueError(
-                    f"JaxState: {name} is {leaf!r:.40} ({type(leaf).__name__}); "
+                    f"JaxState: {'.'.join(name)} is {leaf!r:.40} ({type(leaf).__name__}); "
                     "give numbers, keys and arrays with elements"
                 )
         return {name: _data(leaf) for name, leaf in leaves.items()}

@@ -37,8 +37,8 @@ class Ledger:
     """Ledger of one rank: a digest of the samples that it has loaded, for each step since the last checkpoint.
 
     Attributes:
-        total: Digest of the samples that this rank has loaded in this worker group before that checkpoint, and of its
-            part of those of earlier worker groups.
+        total: Digest of the samples that this rank has loaded in this worker group before that checkpoint, and of this
+            rank's share of the ledgers of the worker group before.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Ledger:
         """Return the ledger's arrays for a checkpoint after ``done`` steps, and start to record the steps after it.
 
         Returns:
-            ``steps``, a digest for each step since the last checkpoint, ``since``, the steps done then, and ``total``
-            before this call.
+            ``steps``, a digest for each step since the last checkpoint, ``since``, the number of steps that were done
+            at that checkpoint, and ``total`` before this call.
         """
         steps = np.array(self._steps, dtype=np.uint64).reshape(-1, 3)
         arrays = {"since": np.array(done - len(steps)), "total": self.total, "steps": steps}

@@ -20,7 +20,6 @@ class StepMetrics:
         means: Name or names of metrics that are reported as their mean. Others are reported by their last value.
         score: Name of the metric that ranks checkpoints; empty: none.
         warn: If True, log a warning about a score that is None at each step.
-
     """
 
     def __init__(self, means: Collection[str], score: str, warn: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ class StateMismatchError(ValueError):
     """A checkpoint has other parts or shapes than the state it is read into, such as another version of the model."""
 
     @classmethod
-    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any], only_these: bool) -> None:
+    def check(cls, current: Mapping[str, Any], saved: Mapping[str, Any], parts: Collection[str] | None) -> None:
         """Raise StateMismatchError if names or shapes of a loop's current state differ from those in a checkpoint.
 
         A name is that of a part of the state, or begins with it and a dot.
@@ -25,15 +25,15 @@ class StateMismatchError(ValueError):
         Args:
             current: Values of the loop's state by name.
             saved: Values in the checkpoint by name, or their metadata.
-            only_these: Ignore further parts of the checkpoint.
+            parts: Parts of the state; further parts of the checkpoint are ignored. None: they raise an error.
         """
-        parts = {name.partition(".")[0] for name in current}
         saved = _shapes(saved)
         current = _shapes(current)
         differing = [
             f"{name}: {saved.get(name, 'missing')} in the checkpoint, {current.get(name, 'missing')} in the state"
             for name in sorted(current.keys() | saved.keys())
-            if current.get(name) != saved.get(name) and (not only_these or name.partition(".")[0] in parts)
+            if current.get(name) != saved.get(name)
+            and (parts is None or name in current or name.partition(".")[0] in parts)
         ]
         if differing:
             raise cls(
@@ -56,6 +56,12 @@ class State(Protocol):
 
     warning: str = ""
 
+    def prepare(self) -> None:
+        """Prepare to write checkpoints in the background. Default: do nothing.
+
+        The session calls it when it is created, on all ranks at the same time.
+        """
+
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the loop's state at a save, so that the loop can go on, and return a function that writes the copy.
 
@@ -77,19 +83,23 @@ class State(Protocol):
 def random_state() -> str:
     """Return the states of Python's, numpy's and torch's global random generators in this process, as JSON.
 
-    Of GPUs it has the state of the current device, whose index may be different after a restart. Generators that the
-    loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not included: seed them with
-    the seed, the rank and ``session.done``.
+    The list of GPU states begins with the current device, because its index may be different after a restart.
+    Generators that the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
+    included: seed them with the seed, the rank and ``session.done``.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
-        state["torch"] = torch.get_rng_state()
-        state["cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else []  # does not initialize CUDA
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # the call would initialize CUDA
+        current = torch.cuda.current_device() if gpus else 0
+        state |= {"torch": torch.get_rng_state(), "cuda": gpus[current:] + gpus[:current]}
     return json.dumps(state, default=lambda array: array.tolist())
 
 
 def restore_random_state(saved: str) -> None:
-    """Restore the global random generators of this process from the JSON that :func:`random_state` returned."""
+    """Restore the global random generators of this process from the JSON that :func:`random_state` returned.
+
+    The states of GPUs are assigned from the current device on.
+    """
     state = json.loads(saved)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -97,8 +107,10 @@ def restore_random_state(saved: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-        if state["cuda"]:
-            torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+        count = torch.cuda.device_count()
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        for offset, gpu in enumerate(state["cuda"][:count]):
+            torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8), (current + offset) % count)
 
 
 def seed_everything(*key: int) -> None:
@@ -176,7 +188,7 @@ class ArrayState(State):
         """
         with np.load(Path(directory, "arrays.npz")) as file:
             saved = dict(file)
-        StateMismatchError.check(vars(self), saved, only_these)
+        StateMismatchError.check(vars(self), saved, vars(self) if only_these else None)
         for name, part in vars(self).items():
             vars(self)[name] = restore_part(part, saved[name])
 

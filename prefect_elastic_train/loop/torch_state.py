@@ -103,7 +103,6 @@ class TorchState(State):
         # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead of
         # the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
-        self.prepare()
         staged = self._stager.stage(self._state_dict(to_save=True))
         # A value that is the same on all ranks is saved from the lowest rank.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -136,7 +135,8 @@ class TorchState(State):
         for name in self._optimizers:  # a parameter that had no gradient yet has no state
             states = current[name]["state"].items()
             current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
-        StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, only_these)
+        parts = current if only_these else None
+        StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, parts)
         dcp.load(current, checkpoint_id=directory, process_group=self._group)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])

@@ -199,6 +199,7 @@ class Session(AbstractContextManager["Session"]):
         self._report_at = time.monotonic()  # time of the next report
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
+        state.prepare()
         current = self
 
     def _set_share(self, mesh: Any) -> None:
@@ -329,6 +330,7 @@ class Session(AbstractContextManager["Session"]):
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
+        self._close_step()
         self._about["seen"] += self._order.size(self.done)
         self.began_at = self.began_at or self._entered_at
         if self._ray is not None:
@@ -392,6 +394,8 @@ class Session(AbstractContextManager["Session"]):
         is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
         save = self._can_save and (is_due or self._must_save)
         report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
+        if self._must_report and not (self._must_save or save):
+            logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
         return save, report, self.done
 
     def _save(self, announced: bool) -> None:
@@ -462,7 +466,7 @@ class Session(AbstractContextManager["Session"]):
             self.done = about["step"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             seed_everything(self._seed, self.done, self._share[0])
-            for rank in range(self.rank, about["world_size"], self.world_size):  # the ranks divide the files
+            for rank in range(self.rank, about["world_size"], self.world_size):  # each file is read by one rank
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
                     self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
                     if about["world_size"] == self.world_size:

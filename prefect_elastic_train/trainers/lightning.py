@@ -77,6 +77,8 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         Lightning calls it before the training. Raise ValueError if the strategy does not write its checkpoint as one
         file.
         """
+        if stage != "fit":
+            return
         if trainer.strategy.restore_checkpoint_after_setup:
             strategy = type(trainer.strategy).__name__
             raise ValueError(f"SessionCallback with {strategy}, whose checkpoint is not one file: use RayDDPStrategy()")
@@ -206,4 +208,4 @@ def _move_paths(value: Any, old: str, new: str) -> Any:
     """Return the state of a Lightning callback with its paths in the folder ``old`` moved to the folder ``new``."""
     if isinstance(value, dict):
         return {_move_paths(key, old, new): _move_paths(item, old, new) for key, item in value.items()}
-    return value.replace(old, new) if isinstance(value, str) else value
+    return value.replace(old, new, 1) if isinstance(value, str) else value

@@ -107,8 +107,8 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             or self.is_deepspeed_enabled
         ):
             raise ValueError(
-                "SessionTrainer does not support FSDP, DeepSpeed, auto_find_batch_size, a train_sampling_strategy but "
-                '"random" and a sampler of your own (_get_train_sampler): the session orders and saves'
+                "SessionTrainer does not support FSDP, DeepSpeed, auto_find_batch_size, a train_sampling_strategy "
+                'other than "random", and _get_train_sampler: the session orders and saves'
             )
         left = length % self._global_batch
         if not drop_last and 0 < left < self.args.world_size:

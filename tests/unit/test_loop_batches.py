@@ -1,5 +1,7 @@
 """The samples of a step are those at its positions, whatever the dataset is and whatever labels it has."""
 
+import os
+import signal
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -106,6 +108,15 @@ def test_the_parts_of_a_batch_do_not_meet_by_labels_either() -> None:
         (iter(X), "cannot be resumed at a position. Load the samples by index"),
         (({5: 1.0, 0: 2.0}, X[:2]), "float has no __len__ and __getitem__"),
         (sparse.csr_array(np.eye(3)), "length is ambiguous"),
+        *(
+            (dataset, f"the samples of {type(dataset).__name__} cannot be read by position: give an array")
+            for dataset in (
+                torch.utils.data.Subset(torch.utils.data.Subset(FRAME["y"], [3, 4]), [0]),
+                torch.utils.data.StackDataset(X, FRAME["y"]),
+                torch.utils.data.StackDataset(x=X, y=FRAME["y"]),
+                torch.utils.data.ConcatDataset([FRAME["y"], FRAME["y"]]),
+            )
+        ),
         (torch.utils.data.DataLoader(Own(X)), r"DataLoader has no .* \(for a DataLoader, pass loader\.dataset\)"),
         (({"x": X, "y": X}, X[:2]), r"one length, not \[2, 10\]"),
     ],
@@ -152,6 +163,28 @@ def test_a_mixtures_masked_samples_stay_masked() -> None:
     for samples, batch in _steps(loop.Mixture([masked, masked], [1, 1])):
         index = [sample % LENGTH for sample in samples]
         assert (np.ma.getmaskarray(batch) == masked.mask[index]).all()
+
+
+class Killed(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Broken(Killed):
+    def __getitem__(self, index: int) -> int:
+        raise EOFError("the file is too short")
+
+
+def test_a_data_loading_process_that_was_killed_is_one_line_and_an_error_in_one_is_the_datasets_own() -> None:
+    with pytest.raises(RuntimeError, match=r"a data loading process was killed or has crashed.*num_workers") as killed:
+        next(_steps(Killed(), num_workers=1))
+    assert killed.value.__suppress_context__, "45 lines of torch are not shown"
+    with pytest.raises(EOFError, match="the file is too short"):
+        next(_steps(Broken(), num_workers=1))
 
 
 @pytest.mark.parametrize("option", ["batch_size", "sampler", "batch_sampler"])

@@ -224,10 +224,21 @@ def test_a_report_has_no_metrics_of_an_earlier_step_nor_its_score_in_a_mapping(s
     assert kept[10.0]["loss"] == 9.0, "the mean since step 7"
 
 
-def test_a_score_that_saves_nothing_is_reported_at_its_step() -> None:
+def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     recorder = _train(lambda step: {"val_loss": 0.5} if step % 40 == 0 else {}, save_every=30, save_scored=False)
     assert recorder.scored == []
     assert [one["step"] for one, _ in recorder.reports if "val_loss" in one] == [40, 80]
+    assert "The score of step 40 has no checkpoint to rank: save_scored=False" in caplog.text
+
+
+def test_a_step_without_a_batch_does_not_replace_the_scored_step_before_it() -> None:
+    with _scored(), loop.session(loop.ArrayState(weights=1.0), steps=9, global_batch=4) as session:
+        recorder = Recorder(session)
+        for _ in session.batches(np.arange(40)):
+            session.step({"val_loss": 0.5})
+            break
+        session.step()
+    assert [one["step"] for one, weights in recorder.reports if weights and "val_loss" in one] == [1]
 
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:

@@ -125,28 +125,74 @@ def test_a_jax_states_dtypes_are_those_that_were_trained_with_but_for_another_pr
         loop.JaxState(inner=[np.ma.array([1.0], mask=[True])])
 
 
+def test_keys_with_dots_come_back_and_are_refused_where_orbax_would_confuse_them(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    assert _again(loop.JaxState, tmp_path, {"a": 1, "a.b": 2}, {"a": 0, "a.b": 0}) == {"a": 1, "a.b": 2}
+    with pytest.raises(loop.StateMismatchError, match=r"part.a: \(\) in the checkpoint, missing in the state"):
+        loop.JaxState(part={}).read(tmp_path, only_these=True)
+    with pytest.raises(ValueError, match="two leaves in one file: rename keys that contain dots"):
+        loop.JaxState(part={"a": {"b": 1}, "a.b": 2})
+
+
 class Gpus:
     """Pretended GPUs of a process, at torch's functions: there is none here."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: list[int], current: int) -> None:
-        self.states = [torch.full((16,), state, dtype=torch.uint8) for state in states]
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: self.states[current])
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: self.states.__setitem__(current, state))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, current: int, initialized: bool = True) -> None:
+        self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(number)}
+        for name, replacement in {
+            "is_initialized": lambda: initialized,
+            "device_count": lambda: number,
+            "current_device": lambda: current,
+            "get_rng_state": lambda device=current: self.states[device],
+            "get_rng_state_all": lambda: [self.states[index] for index in range(number)],
+            "set_rng_state": lambda state, device=current: self.states.update({device: state}),
+            "set_rng_state_all": lambda states: self.states.update(enumerate(states)),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def set(self, *states: int) -> None:
+        self.states = {index: torch.full((16,), state, dtype=torch.uint8) for index, state in enumerate(states)}
+
+    def get(self) -> list[int]:
+        return [int(self.states[index][0]) for index in sorted(self.states)]
 
 
-def test_a_ranks_gpu_has_its_random_state_again_whatever_index_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    Gpus(monkeypatch, [4, 5, 6, 7], current=2)
+@pytest.mark.parametrize(
+    ("before", "current", "states", "after", "then", "restored"),
+    [
+        (1, 0, [7], 2, 1, [0, 7]),
+        (4, 3, [4, 5, 6, 7], 1, 0, [7]),
+        (4, 2, [4, 5, 6, 7], 4, 1, [5, 6, 7, 4]),
+        (2, 0, [6, 7], 4, 1, [0, 6, 7, 3]),
+        (2, 1, [6, 7], 2, 1, [6, 7]),
+        (2, 1, [6, 7], 0, 0, []),
+    ],
+)
+def test_a_ranks_gpu_has_its_random_state_again_whatever_index_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    current: int,
+    states: list[int],
+    after: int,
+    then: int,
+    restored: list[int],
+) -> None:
+    Gpus(monkeypatch, before, current).set(*states)
     saved = random_state()
-    gpus = Gpus(monkeypatch, [0, 1], current=1)
+    gpus = Gpus(monkeypatch, after, then)
     restore_random_state(saved)
-    assert [int(state[0]) for state in gpus.states] == [0, 6]
+    assert gpus.get() == restored
 
 
 def test_a_process_that_has_not_used_a_gpu_is_not_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(*arguments: Any) -> None:
         raise AssertionError("this would initialize CUDA")
 
-    monkeypatch.setattr(torch.cuda, "get_rng_state", refuse)
+    Gpus(monkeypatch, 2, 0).set(6, 7)
+    saved = random_state()
+    gpus = Gpus(monkeypatch, 2, 0, initialized=False)
+    for name in ("current_device", "get_rng_state", "get_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
     assert '"cuda": []' in random_state()
-    restore_random_state(random_state())
+    restore_random_state(saved)
+    assert gpus.get() == [6, 7], "torch keeps these until it initializes CUDA"
