@@ -3,10 +3,8 @@
 Belongs to all processes.
 """
 
-import os
 import pickle
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +111,8 @@ class DriverSpec:
 
 def write_spec(spec: DriverSpec, path: Path) -> None:
     """Write the spec of a driver to a file that only this user can read."""
-    with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
-        pickle.dump(spec, file)
+    path.touch(mode=0o600)
+    path.write_bytes(pickle.dumps(spec))
 
 
 def read_spec(path: Path) -> DriverSpec:

@@ -62,14 +62,10 @@ class Comparison(BaseModel):
         compared: Summary of the comparison.
         difference: Largest relative difference of the state from the undisturbed training's; None if no state could be
             read.
-        metrics: The last metrics that both trainings reported, from the training under faults.
-        undisturbed_metrics: The same metrics from the undisturbed training.
     """
 
     compared: str = "nothing was reported"
     difference: float | None = None
-    metrics: dict[str, float] = {}
-    undisturbed_metrics: dict[str, float] = {}
 
 
 class Certificate(Comparison):
@@ -106,7 +102,6 @@ class Certificate(Comparison):
         """Return the certificate of the rehearsal as Markdown text."""
         versions = ", ".join(f"{package} {version}" for package, version in self.versions.items())
         faults = [(fault.kind, fault.what, fault.outcome) for fault in self.faults]
-        metrics = [(name, str(self.undisturbed_metrics.get(name)), str(value)) for name, value in self.metrics.items()]
         paragraphs = [
             f"# {self.loop} {'recovers from faults' if self.passed else 'does NOT pass the rehearsal'}",
             f"Rehearsed on {clock(self.at)} UTC with {self.workers} workers ({self.framework}), seed {self.seed}, in "
@@ -114,7 +109,6 @@ class Certificate(Comparison):
             *(problem.markdown for problem in self.findings),
             table(("fault", "injected", "outcome"), faults) if faults else "",
             f"**Compared with the undisturbed training:** {self.compared}",
-            table(("last metrics", "undisturbed", "under faults"), metrics) if metrics else "",
             f"**Samples:** {self.samples}" if self.samples else "",
         ]
         return "\n\n".join(filter(None, paragraphs)) + "\n"

@@ -92,8 +92,6 @@ def compare_trainings(
     summary, problem = comparer.compare()
     comparison = Comparison(compared=summary)
     if comparer.gaps:
-        comparison.metrics = comparer.pairs[-1].disturbed.metrics
-        comparison.undisturbed_metrics = comparer.pairs[-1].undisturbed.metrics
         if comparer.has_state:
             comparison.difference = max(gap.size for gap in comparer.gaps)
         else:

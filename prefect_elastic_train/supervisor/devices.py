@@ -14,7 +14,6 @@ import re
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,14 +38,10 @@ class DeviceClaims:
         self.sockets: dict[str, socket.socket] = {}
         os.register_at_fork(after_in_child=self.release)  # a forked process must not keep the claims
 
-    def claim(self, spec: DriverSpec, on_note: Callable[[str], None]) -> str:
+    def claim(self, spec: DriverSpec) -> str:
         """Claim the GPUs that a training's local cluster needs, unless they are claimed already.
 
         Returns the reason why the local cluster must wait for GPUs, or an empty text if it need not.
-
-        Args:
-            spec: The input of the driver.
-            on_note: Function that logs a message to users.
 
         Raises:
             AttemptFailedError: The local cluster needs more GPUs than this process may use.
@@ -65,17 +60,15 @@ class DeviceClaims:
                 claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
                 users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
                 free = [name for name, uuid in gpus.items() if uuid not in users]
-                in_use = "; ".join(f"GPU {name} is used by {users[gpus[name]]}" for name in gpus if name not in free)
                 if gpus and len(free) < least:
-                    return f"{in_use}; the local cluster waits for GPUs: {least}"
+                    used = "; ".join(f"GPU {name} is used by {users[gpus[name]]}" for name in gpus if name not in free)
+                    return f"{used}; the local cluster waits for GPUs: {least}"
                 self.sockets = {
                     name: _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
                     for name in free[:most]
                 }
         except OSError as error:  # without abstract sockets nothing is claimed
             return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
-        if in_use:
-            on_note(f"{in_use}; the local cluster has GPU {', '.join(self.sockets)}")
         return ""
 
     def release(self) -> None:

@@ -180,7 +180,7 @@ class TrainingProcesses:
         limit = spec.scaling.capacity_timeout_seconds
         began = time.monotonic()
         logged = ""
-        while reason := self._claims.claim(spec, self.follower.on_note):
+        while reason := self._claims.claim(spec):
             if reason != logged:
                 self.follower.on_note(reason)
             if limit and time.monotonic() - began > limit:
