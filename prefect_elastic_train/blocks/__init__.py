@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prefect_elastic_train.blocks import _common
 from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -12,6 +11,8 @@ from prefect_elastic_train.core.settings import (
     S3StorageSettings,
     ScalingSettings,
 )
+
+from . import _common
 
 
 class ElasticScaling(_common.TrainingBlock, ScalingSettings):

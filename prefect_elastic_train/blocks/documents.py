@@ -12,9 +12,10 @@ from prefect.client.schemas.actions import BlockDocumentUpdate
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
-from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import chosen_blocks, values_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
+
+from ._common import TrainingBlock
+from .lookup import chosen_blocks, values_of
 
 #: Names that Prefect allows for block documents.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

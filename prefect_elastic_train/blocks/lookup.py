@@ -9,10 +9,11 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from prefect_elastic_train import blocks
-from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core.operator_settings import get_settings, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import DEFAULT_STORAGE, storage_at
+
+from ._common import TrainingBlock
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
 

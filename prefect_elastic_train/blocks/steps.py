@@ -8,7 +8,7 @@ after that, so a reference stays a reference.
 from itertools import chain
 from typing import Any
 
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved, reference_to
+from .lookup import BLOCK_TYPES, load_saved, reference_to
 
 
 def saved_blocks(**names: str) -> dict[str, Any]:

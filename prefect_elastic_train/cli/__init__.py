@@ -36,7 +36,7 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments of the command that is used."""
-        from prefect_elastic_train.cli import doctor, flow_runs, rehearsing, running, runs
+        from . import doctor, flow_runs, rehearsing, running, runs
 
         commands = typer.Typer()
         commands.command("run")(running.run_training)

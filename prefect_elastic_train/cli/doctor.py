@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import Json, print_json, print_lines
+from .common import Json, print_json, print_lines
 
 
 def examine(

@@ -5,7 +5,7 @@ from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import exit_on_error, print_lines
+from .common import exit_on_error, print_lines
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import exit_on_error, print_lines, printable
-from prefect_elastic_train.cli.running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
+from .common import exit_on_error, print_lines, printable
+from .running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
 def rehearse(

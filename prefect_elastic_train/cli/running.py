@@ -13,7 +13,11 @@ import typer
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from prefect_elastic_train.cli.common import (
+from prefect_elastic_train.core.causes import short_message
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.report.formats import duration, format_metrics
+
+from .common import (
     Json,
     exit_on_error,
     exit_with_error,
@@ -21,9 +25,6 @@ from prefect_elastic_train.cli.common import (
     print_fields,
     print_json,
 )
-from prefect_elastic_train.core.causes import short_message
-from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.report.formats import duration, format_metrics
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from prefect_elastic_train.cli.common import (
+from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
+from prefect_elastic_train.report.formats import duration, format_counts, format_metrics, size
+from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, inspect_run, summarize, verify
+from prefect_elastic_train.runs.layout import commit_label
+from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
+from prefect_elastic_train.runs.run_directory import RunDirectory
+from prefect_elastic_train.runs.snapshots import reported_results
+from prefect_elastic_train.storage.opening import Storage
+
+from .common import (
     Json,
     exit_on_error,
     exit_with_error,
@@ -20,15 +30,6 @@ from prefect_elastic_train.cli.common import (
     print_lines,
     print_table,
 )
-from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.report.formats import duration, format_counts, format_metrics, size
-from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, inspect_run, summarize, verify
-from prefect_elastic_train.runs.layout import commit_label
-from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
-from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import reported_results
-from prefect_elastic_train.storage.opening import Storage
 
 if TYPE_CHECKING:
     from prefect_elastic_train.runs.sample_check import SampleCheck

@@ -19,9 +19,6 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 
-from prefect_elastic_train.controller.controller_state import ControllerState
-from prefect_elastic_train.controller.failures import causes_of, permanent_reason
-from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import tag_own_records
@@ -31,6 +28,10 @@ from prefect_elastic_train.runs.run_directory import SEED_COMMIT
 from prefect_elastic_train.storage.retries import Waits, collect_waits, waiting_since
 from prefect_elastic_train.worker.loop_inspection import collect_commit_report
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
+
+from .controller_state import ControllerState
+from .failures import causes_of, permanent_reason
+from .worker_queries import query_workers
 
 logger = logging.getLogger(__name__)
 

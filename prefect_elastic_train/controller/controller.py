@@ -11,14 +11,15 @@ from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCES
 from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.controller import controller as rays_controller
 
-from prefect_elastic_train.controller.callbacks import RunCallback
-from prefect_elastic_train.controller.checkpoint_manager import RankedCheckpointManager
-from prefect_elastic_train.controller.controller_state import ControllerSettings, ControllerState
-from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
-from prefect_elastic_train.controller.scaling_policy import RunScalingPolicy
-from prefect_elastic_train.controller.worker_group import RunWorkerGroup
-from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.worker.loop_inspection import has_session
+
+from .callbacks import RunCallback
+from .checkpoint_manager import RankedCheckpointManager
+from .controller_state import ControllerSettings, ControllerState
+from .failure_policy import RunFailurePolicy
+from .scaling_policy import RunScalingPolicy
+from .worker_group import RunWorkerGroup
+from .worker_queries import query_workers
 
 #: Seconds from a poll that found a report to the next one; with at most so many workers, since each poll costs time.
 _SHORTEST_INTERVAL = 0.01

@@ -3,15 +3,16 @@
 import time
 from dataclasses import dataclass
 
-from prefect_elastic_train.controller.budget import FailureWindow
-from prefect_elastic_train.controller.event_queue import EventSender, ReceiverAddress
-from prefect_elastic_train.controller.loop_watch import LoopWatch
-from prefect_elastic_train.controller.standby import Standbys
 from prefect_elastic_train.core.events import Event
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.storage.store import RunStore
+
+from .budget import FailureWindow
+from .event_queue import EventSender, ReceiverAddress
+from .loop_watch import LoopWatch
+from .standby import Standbys
 
 
 @dataclass(frozen=True)

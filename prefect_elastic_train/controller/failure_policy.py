@@ -8,8 +8,8 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2.api.config import FailureConfig
 
-from prefect_elastic_train.controller.controller_state import ControllerState
-from prefect_elastic_train.controller.failures import permanent_reason
+from .controller_state import ControllerState
+from .failures import permanent_reason
 
 
 class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]

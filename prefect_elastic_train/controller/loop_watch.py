@@ -15,12 +15,13 @@ from typing import Any
 
 from ray.train import WorkerGroupError
 
-from prefect_elastic_train.controller.failures import HungLoopError, IgnoredCheckpointError
-from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
+
+from .failures import HungLoopError, IgnoredCheckpointError
+from .worker_queries import query_workers
 
 _STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
 #: A loop without any checkpoint is reported after so many reports, if they took so long or its workers exit.

@@ -11,9 +11,10 @@ import ray
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from prefect_elastic_train.controller.sizing import Demand, Node
 from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE
 from prefect_elastic_train.core.tpu_slices import slice_shape
+
+from .sizing import Demand, Node
 
 
 def cluster_nodes() -> list[Node]:

@@ -19,13 +19,14 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.controller.state import SchedulingState
 
-from prefect_elastic_train.controller import sizing
-from prefect_elastic_train.controller.controller_state import ControllerState
-from prefect_elastic_train.controller.failures import CapacityTimeoutError
-from prefect_elastic_train.controller.nodes import cluster_nodes, demand_of, remove_orphaned_placement_groups
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
 from prefect_elastic_train.storage.store import RunStore
+
+from . import sizing
+from .controller_state import ControllerState
+from .failures import CapacityTimeoutError
+from .nodes import cluster_nodes, demand_of, remove_orphaned_placement_groups
 
 logger = logging.getLogger(__name__)
 

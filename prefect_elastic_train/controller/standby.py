@@ -24,8 +24,6 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from prefect_elastic_train.controller.sizing import DEVICES
-from prefect_elastic_train.controller.worker_queries import query_workers
 from prefect_elastic_train.core.events import Event, StandbysParked
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.worker.standby_process import (
@@ -35,6 +33,9 @@ from prefect_elastic_train.worker.standby_process import (
     use_devices,
     warm_up,
 )
+
+from .sizing import DEVICES
+from .worker_queries import query_workers
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from ray.train.v2._internal.execution.worker_group import placement_group_handle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
-from prefect_elastic_train.controller.nodes import cluster_nodes
-from prefect_elastic_train.controller.sizing import Demand, free_slices, head_resource
+from .nodes import cluster_nodes
+from .sizing import Demand, free_slices, head_resource
 
 _RELEASE_SECONDS = 15.0  # for the slices of the previous group to become free
 _HEAD_SECONDS = 10.0  # to reserve the head of a free slice

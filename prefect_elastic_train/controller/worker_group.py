@@ -19,12 +19,13 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from prefect_elastic_train.controller import failures, standby
-from prefect_elastic_train.controller.callbacks import RunCallback
-from prefect_elastic_train.controller.controller_state import ControllerState
-from prefect_elastic_train.controller.nodes import cluster_nodes, demand_of
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.worker.train_worker import RayTrainWorker
+
+from . import failures, standby
+from .callbacks import RunCallback
+from .controller_state import ControllerState
+from .nodes import cluster_nodes, demand_of
 
 _NODES_SECONDS = 0.5  # between two checks of the nodes
 _POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
@@ -136,7 +137,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         if demand.shape is None:
             handle = super()._create_placement_group(scaling_config, worker_group_context)
         else:
-            from prefect_elastic_train.controller.tpu_placement import place_on_slices
+            from .tpu_placement import place_on_slices
 
             handle = place_on_slices(demand, worker_group_context)
         self._node_ids = self.state.assumed_nodes

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
-from prefect_elastic_train.core.causes import Cause
-from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, size_of, truncate
+from .causes import Cause
+from .outcomes import Outcome
+from .size_limits import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, size_of, truncate
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Annotated
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, ValidationError
 
-from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.time_limits import STOP_GRACE_SECONDS
+from .outcomes import ConfigurationError
+from .time_limits import STOP_GRACE_SECONDS
 
 _BlockName = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^(([a-z0-9-]+/)?[a-z0-9-]+)?$")]
 

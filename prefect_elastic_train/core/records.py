@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.core.size_limits import as_json
+from .outcomes import AttemptFailedError
+from .size_limits import as_json
 
 SCHEMA_VERSION = 3  # that this version of the package writes; others are refused
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.core.records import Fingerprint, Owner
-from prefect_elastic_train.core.settings import (
+from .records import Fingerprint, Owner
+from .settings import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,

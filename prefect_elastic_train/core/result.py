@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prefect_elastic_train.core.size_limits import bounded_metrics, size_of, thinned
+from .size_limits import bounded_metrics, size_of, thinned
 
 #: Limits of the parts of a result. With its metrics and its message they fit into the attempt's final event.
 _MAX_HISTORY_BYTES = 256 * 1024

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from prefect_elastic_train.core.outcomes import ConfigurationError
+from .outcomes import ConfigurationError
 
 #: From the scheme, or from ``user:`` without one, to the last ``@`` of the word. Passwords may contain ``/``, ``@`` and
 #: quotes, as AWS's secret keys do, so an ``@`` of the path cannot be recognized and is masked with them.
@@ -133,7 +133,7 @@ class ScalingSettings(SettingsModel):
 
 def _check_tpu(scaling: ScalingSettings) -> None:
     """Raise a ValueError if Ray cannot reserve the TPUs of these settings, or if workers do not fill whole slices."""
-    from prefect_elastic_train.core import tpu_slices  # imports ray
+    from . import tpu_slices  # imports ray
 
     topology = scaling.topology
     accelerator_type = scaling.accelerator_type

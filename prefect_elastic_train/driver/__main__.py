@@ -25,11 +25,12 @@ from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import read_spec
 from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import FIT_EXIT_SECONDS
-from prefect_elastic_train.driver.attempt import Attempt
-from prefect_elastic_train.driver.endings import final_event_of_error, final_event_of_signal
-from prefect_elastic_train.driver.event_relay import EventOutput, LineStream
-from prefect_elastic_train.driver.prestarted import PRESTARTED, wait_for_spec
-from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
+
+from .attempt import Attempt
+from .endings import final_event_of_error, final_event_of_signal
+from .event_relay import EventOutput, LineStream
+from .prestarted import PRESTARTED, wait_for_spec
+from .termination_signals import count_signals, watch_signals
 
 
 def main(arguments: list[str]) -> None:

@@ -18,10 +18,6 @@ from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decod
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
-from prefect_elastic_train.driver.event_relay import EventOutput, EventReceiver, EventRecorder
-from prefect_elastic_train.driver.joining import error_within, join_cluster, limit_to_local_cluster
-from prefect_elastic_train.driver.termination_signals import count_signals
-from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
@@ -33,6 +29,11 @@ from prefect_elastic_train.runs.run_directory import RunDirectory, newest_attemp
 from prefect_elastic_train.runs.seeding import choose_source, copy_source, record_completed_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.preflight import preflight
+
+from .event_relay import EventOutput, EventReceiver, EventRecorder
+from .joining import error_within, join_cluster, limit_to_local_cluster
+from .termination_signals import count_signals
+from .user_code import load_payload, make_datasets
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -246,7 +247,7 @@ class Attempt:
 
     def _train(self, payload: Payload, begun: Begun) -> None:
         """Run ``fit()`` until the train loop has returned on all ranks."""
-        from prefect_elastic_train.driver.trainer import make_trainer
+        from .trainer import make_trainer
 
         spec = self.spec
         owner = spec.request.owner

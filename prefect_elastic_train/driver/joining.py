@@ -78,7 +78,7 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
     scaling = spec.scaling
     if not spec.cluster.is_local:
         return scaling
-    from prefect_elastic_train.driver.ray_configs import resources_per_worker
+    from .ray_configs import resources_per_worker
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         raise AttemptFailedError(

@@ -23,12 +23,13 @@ from prefect_elastic_train.controller.event_queue import ReceiverAddress
 from prefect_elastic_train.controller.scaling_policy import requester_id
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec
-from prefect_elastic_train.driver.ray_configs import run_config, scaling_config
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.store import RunStore
 from prefect_elastic_train.worker.checkpoints import to_json_values
 from prefect_elastic_train.worker.worker_callbacks import NoDatasets
+
+from .ray_configs import run_config, scaling_config
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 

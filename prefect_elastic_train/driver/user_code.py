@@ -58,7 +58,7 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
     from ray.train import DataConfig, ValidationConfig
     from ray.train.backend import BackendConfig
 
-    from prefect_elastic_train.driver.ray_configs import resources_per_worker
+    from .ray_configs import resources_per_worker
 
     types = {
         "torch_config": BackendConfig,

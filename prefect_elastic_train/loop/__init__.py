@@ -21,17 +21,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from prefect_elastic_train.loop.context import RunContext, run_context, use_run_context
-from prefect_elastic_train.loop.restart_notice import resize_requested
+from .context import RunContext, run_context, use_run_context
+from .restart_notice import resize_requested
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.loop.batches import Mixture
-    from prefect_elastic_train.loop.cadence import Cadence
-    from prefect_elastic_train.loop.jax_state import JaxState
-    from prefect_elastic_train.loop.order import SampleOrder, StepBatches, permute
-    from prefect_elastic_train.loop.state import ArrayState, StateMismatchError
-    from prefect_elastic_train.loop.torch_state import TorchState
-    from prefect_elastic_train.loop.training_session import LoopError, Session, read_about, session
+    from .batches import Mixture
+    from .cadence import Cadence
+    from .jax_state import JaxState
+    from .order import SampleOrder, StepBatches, permute
+    from .state import ArrayState, StateMismatchError
+    from .torch_state import TorchState
+    from .training_session import LoopError, Session, read_about, session
 
 __all__ = [
     "ArrayState",

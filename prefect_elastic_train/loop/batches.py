@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_elastic_train.loop.order import Indices, StepBatches
+from .order import Indices, StepBatches
 
 
 class Mixture:

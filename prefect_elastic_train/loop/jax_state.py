@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restore_part
+from .state import ArrayState, StateMismatchError, restore_part
 
 _FOLDER = "jax"  # folder of a checkpoint, with Orbax's files
 _flat = ocp.tree.to_flat_dict  # the leaves of a pytree by their paths, such as ("params", "inner")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_elastic_train.loop.order import Indices, mix
+from .order import Indices, mix
 
 #: Count, sum and xor of the hashes of some samples, each modulo 2**64: an array of 3, or of one row a step.
 Digest = np.ndarray[Any, np.dtype[np.uint64]]

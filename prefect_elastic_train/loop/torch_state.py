@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
-from prefect_elastic_train.loop.state import State, StateMismatchError
+from .state import State, StateMismatchError
 
 # torch warns at each save and load of a single worker.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

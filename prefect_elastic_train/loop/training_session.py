@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from prefect_elastic_train.loop import context as run
-from prefect_elastic_train.loop.batches import length_of, load
-from prefect_elastic_train.loop.cadence import Cadence
-from prefect_elastic_train.loop.ledger import Ledger, combine
-from prefect_elastic_train.loop.metrics import StepMetrics
-from prefect_elastic_train.loop.order import MAX_LENGTH, Indices, SampleOrder, StepBatches
-from prefect_elastic_train.loop.rank_files import missing_rank_files_message, rank_file
-from prefect_elastic_train.loop.restart_notice import local_context, poll_restart, train_context
-from prefect_elastic_train.loop.scratch_folder import ScratchFolder, remove_abandoned_folders
-from prefect_elastic_train.loop.state import State, random_state, restore_random_state, seed_everything
+from . import context as run
+from .batches import length_of, load
+from .cadence import Cadence
+from .ledger import Ledger, combine
+from .metrics import StepMetrics
+from .order import MAX_LENGTH, Indices, SampleOrder, StepBatches
+from .rank_files import missing_rank_files_message, rank_file
+from .restart_notice import local_context, poll_restart, train_context
+from .scratch_folder import ScratchFolder, remove_abandoned_folders
+from .state import State, random_state, restore_random_state, seed_everything
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.driver.user_code import check_loop
-from prefect_elastic_train.orchestration.position import TrainingPosition
 from prefect_elastic_train.report.run_report import TOTALS
 from prefect_elastic_train.runs import fingerprints
 from prefect_elastic_train.supervisor.processes import import_path
+
+from .position import TrainingPosition
 
 FRAMEWORKS = ("torch", "jax", "none")
 

@@ -20,8 +20,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.utilities.urls import url_for
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.flow_run_resume import HEARTBEAT, LOST
-from prefect_elastic_train.orchestration.prefect_events import DRIVER_RESTARTED, PREFIX, WORKER_FAILED
+
+from .flow_run_resume import HEARTBEAT, LOST
+from .prefect_events import DRIVER_RESTARTED, PREFIX, WORKER_FAILED
 
 #: Prefect events that start an evaluation, each with the checkpoint's URI from its payload.
 _EVALUATIONS = {

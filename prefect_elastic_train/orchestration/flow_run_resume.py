@@ -18,8 +18,9 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Scheduled
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
-from prefect_elastic_train.orchestration.flow_run_state import last_event_time
-from prefect_elastic_train.orchestration.position import is_root
+
+from .flow_run_state import last_event_time
+from .position import is_root
 
 #: Name of the state, of type Crashed, of a dead flow run. Automations for Crashed flow runs do not resume it, too.
 LOST = "Lost"

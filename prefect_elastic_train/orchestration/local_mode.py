@@ -6,9 +6,10 @@ from pkgutil import resolve_name
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.driver.user_code import load_payload, make_datasets
 from prefect_elastic_train.loop.context import RunContext, use_run_context
-from prefect_elastic_train.orchestration.arguments import driver_spec
-from prefect_elastic_train.orchestration.supervision import Training
-from prefect_elastic_train.orchestration.training_result import TrainingResult
+
+from .arguments import driver_spec
+from .supervision import Training
+from .training_result import TrainingResult
 
 
 class LocalTraining(Training):

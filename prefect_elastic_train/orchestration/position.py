@@ -21,8 +21,9 @@ from prefect.events import RelatedResource
 from prefect.events.related import object_as_related_resource, tags_as_related_resources
 
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.orchestration.flow_run_state import query_prefect
 from prefect_elastic_train.runs.fingerprints import Call
+
+from .flow_run_state import query_prefect
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from slugify import slugify
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
-from prefect_elastic_train.orchestration.prefect_events import FREQUENT_EVENTS, RunEvent, end_event, translate
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import RunReport
+
+from .prefect_events import FREQUENT_EVENTS, RunEvent, end_event, translate
 
 #: Seconds between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0

@@ -35,8 +35,12 @@ from prefect_elastic_train.core.outcomes import (
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
 from prefect_elastic_train.driver.termination_signals import count_signals
-from prefect_elastic_train.orchestration.arguments import driver_spec
-from prefect_elastic_train.orchestration.flow_run_state import (
+from prefect_elastic_train.report.run_report import RunReport
+from prefect_elastic_train.supervisor.follower import Follower
+from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
+
+from .arguments import driver_spec
+from .flow_run_state import (
     FlowRunWatch,
     enclosing_flows,
     exit_with_flow_process,
@@ -46,14 +50,11 @@ from prefect_elastic_train.orchestration.flow_run_state import (
     outermost_ended_flow_run,
     query_prefect,
 )
-from prefect_elastic_train.orchestration.logs import RunLog
-from prefect_elastic_train.orchestration.position import TrainingPosition
-from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS, PREFIX
-from prefect_elastic_train.orchestration.report_publisher import Publisher, prefect_key
-from prefect_elastic_train.orchestration.training_result import TrainingResult
-from prefect_elastic_train.report.run_report import RunReport
-from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
+from .logs import RunLog
+from .position import TrainingPosition
+from .prefect_events import ATTEMPT_EVENTS, PREFIX
+from .report_publisher import Publisher, prefect_key
+from .training_result import TrainingResult
 
 #: Time limit for the signal of a runner whose flow run is cancelling.
 _SIGNAL_SECONDS = RUNNER_GRACE_SECONDS + 10

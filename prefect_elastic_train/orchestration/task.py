@@ -27,7 +27,8 @@ from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
-from prefect_elastic_train.orchestration.arguments import (
+
+from .arguments import (
     TrainLoop,
     TrainOptions,
     check_options,
@@ -35,10 +36,10 @@ from prefect_elastic_train.orchestration.arguments import (
     make_request,
     pickle_payload,
 )
-from prefect_elastic_train.orchestration.local_mode import LocalTraining
-from prefect_elastic_train.orchestration.position import count_training
-from prefect_elastic_train.orchestration.supervision import SilentEndError, Training
-from prefect_elastic_train.orchestration.training_result import TrainingResult
+from .local_mode import LocalTraining
+from .position import count_training
+from .supervision import SilentEndError, Training
+from .training_result import TrainingResult
 
 
 class _ElasticTrain:

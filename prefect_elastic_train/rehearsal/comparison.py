@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prefect_elastic_train.loop.training_session import SESSION_FILE
-from prefect_elastic_train.rehearsal.certificate import Comparison, Problem
-from prefect_elastic_train.rehearsal.checker import Arrays, largest_difference, norm_difference, read_arrays
-from prefect_elastic_train.rehearsal.trace import COUNTERS, Trace, TracedReport
+
+from .certificate import Comparison, Problem
+from .checker import Arrays, largest_difference, norm_difference, read_arrays
+from .trace import COUNTERS, Trace, TracedReport
 
 #: Limit of the relative difference of each array while the number of workers is that of the undisturbed training.
 _SAME_SIZE_TOLERANCE = 1e-5

@@ -9,10 +9,11 @@ from itertools import pairwise
 import psutil
 
 from prefect_elastic_train.core.request import DRIVER_MODULE
-from prefect_elastic_train.rehearsal.certificate import InjectedFault
-from prefect_elastic_train.rehearsal.sandbox import Sandbox, Scenario
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, PlannedFault
-from prefect_elastic_train.rehearsal.trace import Trace
+
+from .certificate import InjectedFault
+from .sandbox import Sandbox, Scenario
+from .schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, PlannedFault
+from .trace import Trace
 
 #: Duration of the faults that end: an outage of the storage, and the time until a drained node is killed.
 _FAULT_SECONDS = {STORAGE: 6.0, DRAIN: 20.0}

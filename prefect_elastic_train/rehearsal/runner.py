@@ -22,20 +22,21 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
 from prefect_elastic_train.orchestration.arguments import check_options
-from prefect_elastic_train.rehearsal.certificate import Certificate, Problem
-from prefect_elastic_train.rehearsal.comparison import (
-    RESIZE_TOLERANCE,
-    compare_trainings,
-    diagnose_undisturbed,
-)
-from prefect_elastic_train.rehearsal.fault_injector import FaultInjector, run_undisturbed
-from prefect_elastic_train.rehearsal.sandbox import Sandbox, sandbox_scaling
-from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
-from prefect_elastic_train.rehearsal.trace import Trace
 from prefect_elastic_train.runs.fingerprints import train_loop_name
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.sample_check import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
+
+from .certificate import Certificate, Problem
+from .comparison import (
+    RESIZE_TOLERANCE,
+    compare_trainings,
+    diagnose_undisturbed,
+)
+from .fault_injector import FaultInjector, run_undisturbed
+from .sandbox import Sandbox, sandbox_scaling
+from .schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
+from .trace import Trace
 
 #: Share of the rehearsal for the undisturbed training, and the least time for it.
 _UNDISTURBED_SHARE = 0.15

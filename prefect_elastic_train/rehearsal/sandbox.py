@@ -18,12 +18,13 @@ from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, RunRequest
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.orchestration.arguments import driver_spec, pickle_payload
-from prefect_elastic_train.rehearsal.node_cluster import COMMAND, NodeCluster
-from prefect_elastic_train.rehearsal.trace import Trace
 from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.supervisor.devices import visible_gpus
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
+
+from .node_cluster import COMMAND, NodeCluster
+from .trace import Trace
 
 #: A generator that the sandbox continues several times a second during a training. Its end stops the training.
 Scenario = Generator[None, None, None]

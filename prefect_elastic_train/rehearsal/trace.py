@@ -8,7 +8,8 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.rehearsal.checker import is_performance_metric
+
+from .checker import is_performance_metric
 
 #: Names of metrics by which loops count their progress, the finest first.
 COUNTERS = ("global_step", "step", "iteration", "epoch")

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import describe_causes
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.report.formats import format_metrics, size
+
+from .formats import format_metrics, size
 
 MIN_REPORTED_WAIT_SECONDS = 3.0  # shorter waits for the storage are not shown
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.report.formats import clock, duration, format_counts, format_metrics, size
-from prefect_elastic_train.report.run_report import FAULTS, PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
+
+from .formats import clock, duration, format_counts, format_metrics, size
+from .run_report import FAULTS, PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
 
 
 def headline(report: RunReport) -> str:

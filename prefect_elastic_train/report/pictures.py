@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, whose state other code of this process may use
 from matplotlib.ticker import MaxNLocator
 
-from prefect_elastic_train.report.markdown import one_line
-from prefect_elastic_train.report.run_report import FAULTS, RunReport
+from .markdown import one_line
+from .run_report import FAULTS, RunReport
 
 _GRAY = "#7a808b"
 _BLUE = "#3b82f6"

@@ -18,8 +18,9 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import age_of
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.scores import score_of
-from prefect_elastic_train.report.accounts import Tally
-from prefect_elastic_train.report.descriptions import describe, describe_wait
+
+from .accounts import Tally
+from .descriptions import describe, describe_wait
 
 #: Limits of the report's size.
 _MAX_CURVES = 8

@@ -15,17 +15,18 @@ from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.size_limits import truncate
 from prefect_elastic_train.core.version import __version__
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import adopt_snapshot, restore_snapshot
-from prefect_elastic_train.runs.heartbeat import driver_process, is_alive
-from prefect_elastic_train.runs.run_directory import (
+from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .commits import adopt_snapshot, restore_snapshot
+from .heartbeat import driver_process, is_alive
+from .run_directory import (
     RECENT,
     SEED_COMMIT,
     RecordedAttempt,
     ResumePoint,
     RunDirectory,
 )
-from prefect_elastic_train.storage.store import RunStore
 
 _MAX_TRIES = 20  # number of tries of a takeover; each was prevented by a change of the run in between
 #: Size limit of an attempt's message in the record of its end. A quarter goes into the error about an exhausted budget.

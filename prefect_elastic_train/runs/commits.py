@@ -20,17 +20,18 @@ from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.run_directory import (
+from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .run_directory import (
     RunDirectory,
     newest_attempt_number,
 )
-from prefect_elastic_train.runs.snapshots import (
+from .snapshots import (
     checkpoint_names,
     parse_snapshot,
     without_checkpoints,
 )
-from prefect_elastic_train.storage.store import RunStore
 
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
 #: Time after which this machine sees what another one wrote to a shared mount; NFS caches listings for up to a minute.

@@ -14,9 +14,10 @@ import psutil
 
 from prefect_elastic_train.core.records import Heartbeat, Owner, decode, encode
 from prefect_elastic_train.core.threads import start_thread
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.run_directory import RecordedAttempt, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .run_directory import RecordedAttempt, RunDirectory, newest_attempt_number
 
 logger = logging.getLogger(__name__)
 

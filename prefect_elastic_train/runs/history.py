@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.threads import start_thread
-from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CommitRecord, RunRecord
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.report.accounts import Accounts, add_up
-from prefect_elastic_train.runs.heartbeat import Liveness, observe_driver
-from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.layout import commit_label
-from prefect_elastic_train.runs.run_directory import RecordedAttempt, RunDirectory
 from prefect_elastic_train.storage.store import RunStore
+
+from .heartbeat import Liveness, observe_driver
+from .history import read_history
+from .layout import commit_label
+from .run_directory import RecordedAttempt, RunDirectory
 
 
 class RunState(str, enum.Enum):

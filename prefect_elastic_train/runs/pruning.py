@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.heartbeat import Liveness, is_alive, this_process
-from prefect_elastic_train.runs.inspecting import RunState, summarize
-from prefect_elastic_train.runs.run_directory import PRUNER, RunDirectory, newest_attempt_number
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .heartbeat import Liveness, is_alive, this_process
+from .inspecting import RunState, summarize
+from .run_directory import PRUNER, RunDirectory, newest_attempt_number
 
 _SETTLE_SECONDS = 60.0  # time that an attempt's processes may outlive its driver, or the record of its end
 #: Time that a run may be without an attempt, while it waits for a cluster or copies the checkpoint that it starts from.

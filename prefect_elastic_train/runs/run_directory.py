@@ -27,10 +27,11 @@ from prefect_elastic_train.core.records import (
 )
 from prefect_elastic_train.core.scores import score_of
 from prefect_elastic_train.loop.rank_files import missing_rank_files_message
-from prefect_elastic_train.runs import layout, snapshots
-from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.layout import CommitId
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout, snapshots
+from .history import read_history
+from .layout import CommitId
 
 SEED_COMMIT = (0, 0)  # id of the first commit of a run that starts from another run's checkpoint
 PRUNER = "elastic-train runs prune"  # owner of the attempt that holds a run while it is deleted

@@ -17,10 +17,11 @@ from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import CommitLog, check_fence
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .commits import CommitLog, check_fence
 
 _READ_BYTES = 8 * 2**20  # size of a read request
 

@@ -16,8 +16,9 @@ from prefect_elastic_train.loop.ledger import Digest, combine, digest
 from prefect_elastic_train.loop.order import SampleOrder, StepBatches
 from prefect_elastic_train.loop.rank_files import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
-from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import checkpoint_names
+
+from .run_directory import RunDirectory
+from .snapshots import checkpoint_names
 
 _SHOWN_STEPS = 10  # in a message
 _CHUNK_STEPS = 10_000  # whose samples are computed at once

@@ -9,13 +9,14 @@ from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physi
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import write_first_commit
-from prefect_elastic_train.runs.fingerprints import LATEST_RUN, check_run_name
-from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import seed_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
+
+from . import layout
+from .commits import write_first_commit
+from .fingerprints import LATEST_RUN, check_run_name
+from .run_directory import RunDirectory
+from .snapshots import seed_snapshot
 
 #: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
 _RECENT_RUNS = 20

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
-from prefect_elastic_train.storage.fault_classes import diagnose
-from prefect_elastic_train.storage.retries import Result, Retries
-from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each, retried
+
+from .fault_classes import diagnose
+from .retries import Result, Retries
+from .store import NOTHING, RunStore, for_each, retried
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 

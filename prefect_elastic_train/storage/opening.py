@@ -13,9 +13,10 @@ from prefect_elastic_train.core.settings import (
     S3StorageSettings,
     StorageSettings,
 )
-from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.retries import Retries
-from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+
+from .object_store import ObjectRunStore
+from .retries import Retries
+from .store import LocalRunStore, RunStore
 
 
 class Storage:

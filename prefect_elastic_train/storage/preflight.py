@@ -5,8 +5,9 @@ from contextlib import suppress
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.settings import StorageSettings
-from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import RunStore
+
+from .opening import Storage
+from .store import RunStore
 
 PREFIX = ".preflight-"  # names the test folder, which is beside the run directories
 _RETRY_SECONDS = 15.0  # per operation: an unreachable storage is reported early

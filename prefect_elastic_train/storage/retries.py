@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.storage.fault_classes import Fault, chain, diagnose
+
+from .fault_classes import Fault, chain, diagnose
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 

@@ -16,9 +16,10 @@ from botocore.loaders import create_loader
 from fsspec.asyn import sync_wrapper
 
 from prefect_elastic_train.core.settings import S3StorageSettings
-from prefect_elastic_train.storage.fault_classes import diagnose
-from prefect_elastic_train.storage.object_store import PART_BYTES
-from prefect_elastic_train.storage.retries import Retries
+
+from .fault_classes import diagnose
+from .object_store import PART_BYTES
+from .retries import Retries
 
 _LOADER = create_loader()  # shared: it takes a third of a second to read the descriptions of AWS
 _READ_BYTES = 2**18  # read at a time; s3fs itself reads a quarter of this, which takes a third more CPU time

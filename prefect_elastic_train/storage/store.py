@@ -21,7 +21,8 @@ from typing import Any, TypeVar, cast
 from typing_extensions import Self
 
 from prefect_elastic_train.loop.rank_files import is_rank_file
-from prefect_elastic_train.storage.retries import Retries
+
+from .retries import Retries
 
 Item = TypeVar("Item")
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ import sys
 from ray._private import services
 from ray.scripts import scripts
 
-from prefect_elastic_train.supervisor.raylet_patches import patch_raylet_start
+from .raylet_patches import patch_raylet_start
 
 if __name__ == "__main__":
     # No address and no process: Ray's own function returns this if the dashboard cannot be started.

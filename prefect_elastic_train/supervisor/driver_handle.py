@@ -17,9 +17,10 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 from prefect_elastic_train.core.request import STOP_FILE
-from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.processes import ChildProcess, complete, kill, read_lines, start_process
+
+from .follower import Follower
+from .local_cluster import LocalCluster
+from .processes import ChildProcess, complete, kill, read_lines, start_process
 
 #: Longest time for which a handle waits for output in one call of `read_output`.
 POLL_SECONDS = 0.2

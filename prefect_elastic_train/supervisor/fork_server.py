@@ -28,8 +28,9 @@ from types import SimpleNamespace
 import psutil
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
-from prefect_elastic_train.supervisor.forked_worker import WORKER_VARIABLE
 from prefect_elastic_train.worker.preimports import TORCH_MODULES, TORCH_RAY_MODULES, import_ahead
+
+from .forked_worker import WORKER_VARIABLE
 
 #: Modules imported before the first request, which must not import Ray, and after it.
 _MODULES = {"torch": TORCH_MODULES, "jax": ("jax.numpy",)}

@@ -23,8 +23,9 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.size_limits import whole_lines
 from prefect_elastic_train.core.time_limits import JOB_STOP_SECONDS
-from prefect_elastic_train.supervisor.driver_handle import NO_FINAL_EVENT, DriverHandle
-from prefect_elastic_train.supervisor.job_client import (
+
+from .driver_handle import NO_FINAL_EVENT, DriverHandle
+from .job_client import (
     JobClient,
     RefusedError,
     UnknownJobError,

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, PRINT_PATCH, DriverSpec
-from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.processes import ChildProcess, start_process
-from prefect_elastic_train.supervisor.raylet_patches import free_ports
+
+from .devices import DeviceClaims
+from .follower import Follower
+from .processes import ChildProcess, start_process
+from .raylet_patches import free_ports
 
 #: Time after which a driver notices that its head has died; Ray's default is 60 s.
 _RECONNECT_SECONDS = "6"

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
-from prefect_elastic_train.supervisor import forked_worker
+
+from . import forked_worker
 
 #: Below these are the ports that Ray gives its workers, above them those that the kernel assigns.
 _PORTS = range(20_000, 32_768)

@@ -31,15 +31,16 @@ from prefect_elastic_train.core.request import (
 )
 from prefect_elastic_train.core.time_limits import KILL_SECONDS
 from prefect_elastic_train.driver.prestarted import PRESTARTED
-from prefect_elastic_train.supervisor.devices import DeviceClaims
-from prefect_elastic_train.supervisor.driver_handle import POLL_SECONDS, ChildDriver, DriverStarter
-from prefect_elastic_train.supervisor.follower import Follower
-from prefect_elastic_train.supervisor.guard import kill_marked
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token
-from prefect_elastic_train.supervisor.processes import ChildProcess, complete, import_path, kill, start_process
+
+from .devices import DeviceClaims
+from .driver_handle import POLL_SECONDS, ChildDriver, DriverStarter
+from .follower import Follower
+from .guard import kill_marked
+from .local_cluster import LocalCluster, use_token
+from .processes import ChildProcess, complete, import_path, kill, start_process
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.supervisor.job_handle import JobDriver
+    from .job_handle import JobDriver
 
 #: Ray makes sockets below the private folder. With Ray's session name their paths must fit into 107 characters.
 _MAX_FOLDER_CHARACTERS = 24
@@ -81,7 +82,7 @@ class TrainingProcesses:
         if spec.cluster.address != "auto":
             environment.pop("RAY_ADDRESS", None)
         if spec.cluster.is_submitted:
-            from prefect_elastic_train.supervisor.job_handle import JobDriver  # imports Ray
+            from .job_handle import JobDriver  # imports Ray
 
             self._job = JobDriver(self.follower, self.settings, self.wait, spec, folder, self._job)
             return self.follow(self._job)

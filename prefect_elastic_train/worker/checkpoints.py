@@ -23,7 +23,8 @@ from prefect_elastic_train.core.settings import LocalStorageSettings, StorageSet
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
-from prefect_elastic_train.worker import loop_inspection
+
+from . import loop_inspection
 
 _rays_is_managed_checkpoint = rays_context.is_managed_checkpoint
 

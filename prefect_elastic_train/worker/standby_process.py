@@ -12,7 +12,7 @@ import psutil
 import ray
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 
-from prefect_elastic_train.worker.preimports import WORKER_MODULES, import_ahead, memory_left, run_torch_step
+from .preimports import WORKER_MODULES, import_ahead, memory_left, run_torch_step
 
 _EXIT_SECONDS = 10.0  # for which a worker waits for the exit of those that used its devices
 

@@ -10,8 +10,9 @@ from typing import Any
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysTrainWorker
 
 from prefect_elastic_train.storage.retries import waiting_since
-from prefect_elastic_train.worker import loop_inspection
-from prefect_elastic_train.worker.rank_failures import portable_failure
+
+from . import loop_inspection
+from .rank_failures import portable_failure
 
 logger = logging.getLogger(__name__)
 

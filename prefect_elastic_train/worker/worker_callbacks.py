@@ -21,14 +21,15 @@ from ray.train.v2._internal.execution.context import get_train_context
 from prefect_elastic_train.loop import restart_notice
 from prefect_elastic_train.loop.context import RunContext, set_run_context
 from prefect_elastic_train.storage.retries import operation
-from prefect_elastic_train.worker import loop_inspection
-from prefect_elastic_train.worker.checkpoints import (
+
+from . import loop_inspection
+from .checkpoints import (
     RunStorageContext,
     TrackedCheckpoint,
     to_json_values,
     use_unique_folders,
 )
-from prefect_elastic_train.worker.standby_process import wait_for_devices
+from .standby_process import wait_for_devices
 
 logger = logging.getLogger(__name__)
 
