@@ -28,13 +28,10 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
     """Lightning callback that trains with a session.
 
     The gradient of each rank is weighted by the rank's share of the samples. A checkpoint contains Lightning's own
-    (optimizers, schedules, precision, loops, callbacks), the files of ``ModelCheckpoint``, torchmetrics of the module,
-    ``trainer.should_stop`` and random states. Each step reports the metrics that were logged since the step before. The
-    epochs of a checkpoint from another run (``resume_from``) count towards ``Trainer(max_epochs=...)``.
-
-    Lightning forgets the values of ``self.log`` at a restart, so in that epoch the mean of a number that
-    ``training_step`` logs is the mean since the restart. Log a torchmetrics object of the module, such as
-    ``MeanMetric``, for the mean of the whole epoch.
+    (optimizers, schedules, precision, loops, callbacks), the files of ``ModelCheckpoint``, the means of ``self.log``,
+    torchmetrics of the module, ``trainer.should_stop`` and random states. Each step reports the metrics that were
+    logged since the step before. The epochs of a checkpoint from another run (``resume_from``) count towards
+    ``Trainer(max_epochs=...)``.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers.
@@ -57,6 +54,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         self._micro_batch = micro_batch
         self._options = session
         self._restored: dict[str, Any] = {}  # this rank's state from the checkpoint
+        self._restored_sums: list[dict[str, Any]] = []  # sums of the metrics that were logged before the checkpoint
         self._reported: dict[str, Any] = {}  # metrics of the last step
 
     def dataloader(self, dataset: Any, **options: Any) -> SessionCallback:
@@ -127,6 +125,16 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         weight = self.session.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
 
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Add the metrics that were logged in this epoch before a restart to the results that Lightning collects."""
+        results = trainer.fit_loop.epoch_loop._results
+        for sums in self._restored_sums:
+            for name in sums.keys() & results.keys():
+                reduce = results[name].meta.reduce_fx
+                combine = reduce if reduce in (torch.max, torch.min) else torch.add
+                for key, value in sums.pop(name).items():
+                    setattr(results[name], key, combine(value, getattr(results[name], key)))
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last step in the session, and save the steps that are not saved yet. Lightning calls it."""
         self._end_step()
@@ -149,10 +157,12 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         trainer = self._trainer
         connector = trainer._logger_connector
         trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME), weights_only=False)
+        results = trainer.fit_loop.epoch_loop._results.items()
         rank_state = {
             "parts": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
             "connector": {name: getattr(connector, name) for name in _LOGGED},
+            "logged": {name: item.metric_state for name, item in results if item.is_tensor and not item.has_reset},
             "metrics": {
                 name: {**metric.metric_state, "_update_count": metric._update_count}
                 for name, metric in self._metrics().items()
@@ -175,8 +185,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         """
         trainer = self._trainer
         files = sorted(Path(directory).glob("lightning-*.pt"))
-        file = files[trainer.global_rank % len(files)]
-        self._restored = torch.load(file, trainer.strategy.root_device, weights_only=False)
+        rank_states = [torch.load(file, trainer.strategy.root_device, weights_only=False) for file in files]
+        self._restored = rank_states[trainer.global_rank % len(files)]
+        self._restored_sums = [state["logged"] for state in rank_states[trainer.global_rank :: trainer.world_size]]
         checkpoint = torch.load(Path(directory, CHECKPOINT_NAME), "cpu", weights_only=False)
         for number, models in enumerate(self._models()):
             saved = checkpoint["callbacks"].get(models.state_key)
