@@ -20,10 +20,9 @@ from prefect_elastic_train import (
     TrainingResult,
     elastic_train,
 )
-from prefect_elastic_train.orchestration.flow_run_state import last_event_time
-from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS
 from tests.support.own_backend import OwnConfig
-from tests.support.processes import attempts, read_ledger, steps_of, wait_for
+from tests.support.processes import attempts, read_ledger, steps_of
+from tests.support.reports import run_events
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -130,15 +129,8 @@ def test_a_flow_run_that_had_trained_does_not_begin_again_where_its_storage_is_m
     @flow(retries=1)
     def nightly() -> None:
         executions.append(1)
-        related = {"id": [f"prefect.flow-run.{FlowRunContext.get().flow_run.id}"]}
-        begun = {
-            "event": {"name": ATTEMPT_EVENTS},
-            "resource": {"id": ["elastic-train.run.mounted"]},
-            "related": related,
-        }
-        assert len(executions) > 1 or not last_event_time(client, begun)
         elastic_train(LOOP, train_loop_config={"steps": 2}, **more)
-        wait_for(lambda: last_event_time(client, begun), 30)
+        run_events(client, str(FlowRunContext.get().flow_run.id))  # waits for the last one
         mount.rename(tmp_path / "unmounted")
         raise RuntimeError("the machine is lost")
 

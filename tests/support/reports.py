@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 from uuid import UUID
 
@@ -26,12 +25,6 @@ def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
     """The report of a flow run's only training."""
     [artifact] = artifacts_of(client, flow_run_id, "markdown")
     return str(artifact.data)
-
-
-def incidents_of(report: str) -> list[tuple[str, str]]:
-    """What happened by a report, and why, the newest first."""
-    section = report.split("### What happened\n\n", 1)[1].split("\n\n", 1)[0]
-    return re.findall(r"^- \S+ \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:
