@@ -12,12 +12,10 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE
-from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import is_right
 from tests.support.processes import Start, call, commits, read_ledger, repeated, steps_of
-from tests.support.reports import report_of, run_events
+from tests.support.reports import history, report_of, run_events
 
 INTERVAL, STABILITY = 2.0, 1.0
 TPUS = {
@@ -58,7 +56,7 @@ class Training:
 
     def events(self) -> list[ev.Event]:
         """The history of the run."""
-        return list(read_history(LocalRunStore(str(self.flow.run)))) if self.flow.run else []
+        return history(self.flow.run, ev.Event)
 
     def wait_for_group(self, *sizes: int) -> None:
         """Wait until groups of just these sizes have trained."""

@@ -171,7 +171,7 @@ def test_nothing_is_left_when_the_flow_process_gets_a_signal_even_of_a_driver_th
 def test_a_killed_flow_process_is_followed_by_one_that_goes_on_with_its_trainings(start: Start, tmp_path: Path) -> None:
     """The first of two subflows has ended before; its driver finds the result that is there."""
     script = Script(tmp_path, [{"train": 1}, COMPLETED], ENDLESS, [COMPLETED], [{"train": 2}, COMPLETED])
-    arguments = {"script": str(script.path), "within": "subflows", "config": {}, "short_ledger": ""}
+    arguments = {"script": str(script.path), "within": "subflows"}
     first = start("first", **arguments)
     first.wait_for(lambda: len(script.drivers()) == 2 and script.trained() > 2, 60, "the second subflow to train")
     first.process.kill()

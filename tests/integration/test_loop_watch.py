@@ -17,9 +17,11 @@ from prefect_elastic_train import (
     RayCluster,
     elastic_train,
 )
+from prefect_elastic_train.core.events import LoopWarned
 from tests.support.clusters import RayHead
 from tests.support.loops import is_right, train_config
 from tests.support.processes import Start, attempts, read_ledger
+from tests.support.reports import history
 
 STEPS = 20
 #: What a loop does, what is told of it, and how many of its reports are done again.
@@ -92,17 +94,11 @@ def test_ranks_that_wait_for_others_are_told_within_a_minute_with_their_lines(st
         failures={"stall_timeout_seconds": 60, "max_failures": 0, "driver_restarts": 0},
     )
     assert flow.wait(240)["state"] == "FAILED", "the stall time-out has ended it"
-    [warning] = _warnings(flow.run)
-    assert warning["problem"] == "ranks-wait"
+    [warning] = history(flow.run, LoopWarned)
+    assert warning.problem == "ranks-wait"
     line = r"at \S+/loops\.py:\d+ in waiting_loop: "
-    assert re.search(rf"rank 0 {line}ray\.train\.report.*; rank 1 {line}time\.sleep", warning["message"])
+    assert re.search(rf"rank 0 {line}ray\.train\.report.*; rank 1 {line}time\.sleep", warning.message)
     assert "Ranks wait for others: rank 0 at " in flow.log
-
-
-def _warnings(run_uri: str | Path) -> list[dict[str, Any]]:
-    segments = sorted((Path(run_uri) / ".elastic_train" / "events").glob("*.jsonl"))
-    events = [json.loads(line) for segment in segments for line in segment.read_text().splitlines()]
-    return [event for event in events if event["kind"] == "loop_warned"]
 
 
 @pytest.mark.full
@@ -131,13 +127,13 @@ def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, j
 
     results = trains()
     strict = results.pop("strict")
-    told = {habit: _warnings(result.run_uri) for habit, result in results.items()}
-    found = {habit: ([one["problem"] for one in told[habit]], results[habit].reports_lost) for habit in results}
+    told = {habit: history(result.run_uri, LoopWarned) for habit, result in results.items()}
+    found = {habit: ([one.problem for one in told[habit]], results[habit].reports_lost) for habit in results}
     assert found == HABITS
     assert results["never asks"].metrics["step"] == STEPS
     assert results["never asks"].time.lost_seconds > 8 * 0.05
     for habit in ("never asks", "asks and does not load"):
-        message = told[habit][0]["message"]
+        message = told[habit][0].message
         assert "began again at step 1 although the checkpoint of step 8 is there" in message
         assert "it never read what ray.train.get_checkpoint() returns" in message
     assert strict.outcome is Outcome.USER_ERROR

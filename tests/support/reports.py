@@ -1,7 +1,8 @@
-"""What Prefect shows of a training: its report, and the run's events."""
+"""What is told of a training: its report and events in Prefect, and the history in its run directory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -9,7 +10,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
 from prefect.client.schemas.objects import Artifact
 
-from tests.support.processes import wait_for
+from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.storage.store import LocalRunStore
+from tests.support.processes import T, wait_for
 
 PREFIX = "elastic-train.run."
 _ENDINGS = {f"{PREFIX}{name}" for name in ("completed", "failed", "cancelled", "timed-out", "interrupted")}
@@ -25,6 +28,12 @@ def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
     """The report of a flow run's only training."""
     [artifact] = artifacts_of(client, flow_run_id, "markdown")
     return str(artifact.data)
+
+
+def history(run: Path | str | None, kind: type[T]) -> list[T]:
+    """The events of a kind in the history of a run, the oldest first."""
+    events = read_history(LocalRunStore(str(run))) if run else []
+    return [event for event in events if isinstance(event, kind)]
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:
