@@ -146,7 +146,6 @@ class _Trained:
         (signal.SIGINT, "async", "an interrupt signal"),
         (signal.SIGKILL, "called", None),
         _second_case(signal.SIGTERM, "in a task", "a termination signal"),
-        _second_case(signal.SIGTERM, "submitted", "a termination signal"),
     ],
 )
 def test_nothing_is_left_when_the_flow_process_gets_a_signal_even_of_a_driver_that_heeds_none(

@@ -79,8 +79,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("train/laptop", {"train_loop": "not a path"}),
     ("train/spot-gpu", {"train_loop": "a:b", "scaling": {"max_workers": 0}}),
     ("train/tpu-v6e-kubernetes", {}),
-    ("digits/laptop", {"epochs": 0}),
-    ("evaluate/laptop", {"checkpoint": "/runs/a/b"}),
 ]
 
 
