@@ -69,7 +69,6 @@ FACTS: dict[str, dict[str, Any]] = {
         "local directory is deleted": [False, False],
         "default name": ["checkpoint_20"] * 2,
         "metadata": [{"made by": "rank 0"}] * 2,
-        "nested metrics": [{"list": [1, 2.5], "none": None, "text": "é"}] * 2,
         # A tensor of one number is that number.
         "tensor": Differs(["ValueError"] * 2, ["", ""]),
         # Upload modes.

@@ -190,8 +190,6 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     note("status", {name: status for name, (status, _) in found.items()})
     note("metrics of by-1", found["by-1"][1])
     note("validations", [found[name][1].get("validated") for name in ("validated", "validated-with", "not-valid")])
-    report("nested-metrics", mine(), metrics={"deep": {"list": [1, 2.5], "none": None, "text": "é"}})
-    note("nested metrics", reported()["nested-metrics"][1].get("deep"))
     return {"returned": rank}
 
 
