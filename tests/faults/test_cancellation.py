@@ -9,10 +9,12 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling
 
+from prefect_elastic_train.core.events import WaitingForCapacity
 from tests.support.clusters import RayHead
 from tests.support.deployments import SERVED, WORKED, Deploy, Program, process_worker
 from tests.support.loops import train_config
 from tests.support.processes import alive, attempts, commits, read_ledger, wait_for
+from tests.support.reports import history
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -55,11 +57,7 @@ def test_cancel_while_the_controller_waits_for_capacity(
     scaling = {"min_workers": 2, "max_workers": 2, "placement_strategy": "STRICT_SPREAD"}
     run = deployed(f"fault test/{SERVED}", config=train_config(ledger), cluster=head.block, scaling=scaling)
 
-    def is_waiting() -> bool:
-        events = run.storage.glob("*/.elastic_train/events/*.jsonl")
-        return any('"waiting_for_capacity"' in path.read_text() for path in events)
-
-    wait_for(lambda: head.train_processes() and is_waiting(), 90, "a controller that waits")
+    wait_for(lambda: history(run.folder, WaitingForCapacity), 90, "a controller that waits")
     processes = run.processes()
     run.propose(Cancelling())
     wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the controller to end")

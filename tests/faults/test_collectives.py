@@ -6,10 +6,9 @@ import psutil
 import pytest
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.processes import FlowProcess, Start, read_ledger, records
+from tests.support.reports import history
 
 pytestmark = pytest.mark.full
 
@@ -36,10 +35,6 @@ def _trained(flow: FlowProcess, ledger: str, known: set[int]) -> dict[str, Any]:
     return flow.wait_for(lines, 300, f"a worker group after {known}")[-1]
 
 
-def _failures(flow: FlowProcess) -> list[ev.GroupFailed]:
-    return [event for event in read_history(LocalRunStore(str(flow.run))) if isinstance(event, ev.GroupFailed)]
-
-
 def test_a_lost_node_is_one_failure_of_the_budget_and_beyond_it_a_lost_cluster_whatever_its_peers_collectives_say(
     start: Start, cluster: ElasticCluster, ledger: str
 ) -> None:
@@ -50,7 +45,7 @@ def test_a_lost_node_is_one_failure_of_the_budget_and_beyond_it_a_lost_cluster_w
         cluster.add_gpu()
         known = {line["pid"] for line in read_ledger(ledger)}
     _trained(flow, ledger, known)
-    first, second = _failures(flow)
+    first, second = history(flow.run, ev.GroupFailed)
     assert (first.left, first.retried, second.retried) == (0, True, False)
     [record] = records(flow.run, "ended")
     assert (record["outcome"], flow.process.poll()) == ("cluster_lost", None), record["message"]
@@ -65,7 +60,7 @@ def test_a_killed_rank_is_a_death_and_one_that_raises_is_the_users_error_althoug
     psutil.Process(_trained(flow, ledger, set())["pid"]).kill()
     error = flow.wait(240)["error"]
     raised = [line["at"] for line in read_ledger(ledger) if line["step"] == 300]
-    killed, by_user = _failures(flow)
+    killed, by_user = history(flow.run, ev.GroupFailed)
     assert [record["outcome"] for record in records(flow.run, "ended")] == ["cluster_lost", "user_error"]
     assert "rank 1: ValueError: step 300 has no gradient" in error
     assert by_user.at - max(raised) < 5, "nothing is waited for once a rank has raised"

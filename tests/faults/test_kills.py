@@ -85,9 +85,7 @@ def test_worker_controller_and_driver_killed_on_a_joined_cluster_leave_nothing_a
     assert {folder.split(".")[2] for folder in folders if written_by(folder) == 1} == {"g01", "g02"}
     names = sorted(int(loop_name(folder).removeprefix("step-")) for folder in folders)
     assert names == list(range(2, STEPS + 1, 2)), "each name is there once: what was interrupted is gone"
-    assert f"checkpoint step-{STEPS} is committed" in flow.log.lower()
     assert is_right(result["checkpoint_uri"])
-    assert loop_name(Path(result["checkpoint_uri"]).name) == f"step-{STEPS}"
     assert result["attempts"] == 3
     wait_for(lambda: not flow.marked() and not head.train_processes(), 15, "all processes to end")
     wait_for(lambda: not head.placement_groups(), 60, "the placement groups to go")

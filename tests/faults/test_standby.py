@@ -108,14 +108,14 @@ def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_p
     flow = training.flow
     needless = ("ray.util.client.server", "dashboard/dashboard.py", "_private/monitor.py")
     assert not [name for name in needless if titled(flow.marked(), name)], "the local head brings what nobody uses"
-    first = read_ledger(training.ledger)[0]
+    first = next(line for line in read_ledger(training.ledger) if line["rank"] == 0)
     assert first["address"].startswith("127.0.0.1:"), "tools in the workers find the training's own cluster"
     assert not first["runtime_env"], "which would cost each of the workers a process before its own"
 
     [server] = titled(flow.marked(), "fork_server")
     are_forked = lambda pids: {psutil.Process(pid).ppid() == server.pid for pid in pids}  # noqa: E731
     assert are_forked(training.working) == {True}
-    training.replaced(max(training.working))
+    training.replaced(first["pid"])  # with JAX the coordinator of all processes
     assert are_forked(training.replaced(flow.living_driver().pid)) == {True}
     server.kill()
     training.replaced(max(training.working))

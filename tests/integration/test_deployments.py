@@ -1,4 +1,4 @@
-"""Blocks on a real server, deployments through its API, and the demo that comes with the project."""
+"""Deployments through the API of a real server, and the demo that comes with the project."""
 
 import json
 import os
@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import BlockDocumentUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
 
-from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
+from prefect_elastic_train import LocalStorage, RayCluster
 from tests.support.deployments import Program, deployment_id, end_of, project_served, runs_of
 from tests.support.processes import ROOT, call
 
@@ -31,18 +30,6 @@ def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     folder = tmp_path_factory.mktemp("served")
     with project_served(folder, api_url, "tests", ELASTIC_TRAIN_RUNS=str(folder / "runs")) as program:
         yield program
-
-
-def test_blocks_are_registered_from_the_package_and_loaded_as_the_ui_saves_them(
-    client: SyncPrefectClient, api_url: str
-) -> None:
-    register = ("prefect", "block", "register", "-m", "prefect_elastic_train")
-    environment = {**os.environ, "PREFECT_API_URL": api_url, "COLUMNS": "200"}
-    assert "registered 7 blocks" in call(sys.executable, "-m", *register, env=environment)
-    document = ElasticScaling(max_workers=4).save("from-the-ui", overwrite=True)
-    as_the_ui_does = {"__prefect_kind": "json", "value": '{"CPU": 3}'}
-    client.update_block_document(document, BlockDocumentUpdate(data={"resources_per_worker": as_the_ui_does}))
-    assert ElasticScaling.load("from-the-ui").resources_per_worker == {"CPU": 3}
 
 
 def test_secret_that_is_given_inline_is_refused_with_the_way_out(
@@ -92,8 +79,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("train/laptop", {"train_loop": "not a path"}),
     ("train/spot-gpu", {"train_loop": "a:b", "scaling": {"max_workers": 0}}),
     ("train/tpu-v6e-kubernetes", {}),
-    ("digits/laptop", {"epochs": 0}),
-    ("evaluate/laptop", {"checkpoint": "/runs/a/b"}),
 ]
 
 

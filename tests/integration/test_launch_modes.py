@@ -1,6 +1,5 @@
 """However the driver is launched, a training gives the same result, events and logs."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from prefect_elastic_train import (
     TrainingResult,
     elastic_train,
 )
+from prefect_elastic_train.core.events import Event
 from tests.support.clusters import RayHead
 from tests.support.deployments import flow_run_log
 from tests.support.processes import wait_for
+from tests.support.reports import history
 
 
 # Most other tests train on a local or a joined cluster.
@@ -82,9 +83,8 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(
     wait_for(lambda: any("step=6" in line for line in log("Checkpoint ")), 30, "the rest of the log")
     assert sum(line.startswith("Attempt ") for line in log("Attempt")) == 1
 
-    segments = sorted(Path(result.run_uri, ".elastic_train", "events").glob("*.jsonl"))
-    kinds = [json.loads(line)["kind"] for file in segments for line in file.read_text().splitlines()]
+    kinds = [event.kind for event in history(result.run_uri, Event)]
     # Those that no clock decides about.
-    kinds = [one for one in kinds if one not in ("controller_alive", "state_changed", "checkpoint_stalled")]
+    kinds = [one for one in kinds if one not in ("state_changed", "checkpoint_stalled")]
     assert [kinds[0], kinds[1], kinds[-1]] == ["attempt_started", "worker_group_started", "attempt_ended"]
     assert Counter(kinds[2:-1]) == {"checkpoint_committed": 6}

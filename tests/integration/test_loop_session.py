@@ -20,10 +20,10 @@ STEPS, LENGTH, BATCH = 104, 200, 16  # 8 epochs, whose last step has 8 samples
 
 @pytest.fixture
 def train(head: RayHead, tmp_path: Path) -> Train:
-    """Trains with loops of the tests, one after the other, and returns their configurations with the results."""
+    """Trains with loops of the tests, one after the other, and returns their configurations with their errors."""
 
     def run(**trainings: dict[str, Any]) -> list[dict[str, Any]]:
-        common = {"loop": "torch_loop", "workers": 2, "storage": str(tmp_path)}
+        common = {"loop": "torch_loop", "storage": str(tmp_path)}
         config = {"steps": STEPS, "length": LENGTH, "global_batch": BATCH}
         for name, training in trainings.items():
             files = {"ledger": str(tmp_path / f"{name}.jsonl"), "weights": str(tmp_path / f"{name}.npz")}
@@ -35,8 +35,8 @@ def train(head: RayHead, tmp_path: Path) -> Train:
         quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
         environment = {**os.environ, **head.joining, **quick, "PYTHONPATH": str(ROOT)}
         call(sys.executable, "-m", "tests.support.plain_trainer", head.address, file, timeout=300, env=environment)
-        results = json.loads(file.with_suffix(".results").read_text())
-        return [{**one["config"], **result} for one, result in zip(trainings.values(), results, strict=True)]
+        errors = json.loads(file.with_suffix(".errors").read_text())
+        return [{**one["config"], "error": error} for one, error in zip(trainings.values(), errors, strict=True)]
 
     return run
 

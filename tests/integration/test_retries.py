@@ -23,9 +23,7 @@ def _loop() -> None:
     ("mode", "forgiving", "attempts", "said"),
     [
         # Each attempt: the restarts left by the records, None if it fails before it begins, and whether it commits.
-        ("call", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
-        ("submit", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
-        ("async", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
+        *((mode, 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]) for mode in ("call", "submit", "async")),
         ("call", 3600, [(1, True), (0, False)], ["1/1"]),  # of a resumed flow run, which has used one before
         # One does not count any more.
         ("call", 3600, [(2, True), (1, True), (1, True), (0, False)], ["1/2", "2/2", "3/3"]),

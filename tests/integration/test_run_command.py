@@ -125,10 +125,6 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
     assert run.parameters["train_loop_config"]["optimizer"] == {"lr": 0.002, "name": "sgd"}
     assert TOKEN not in run.model_dump_json() + out + log
 
-    resumed = CliRunner().invoke(app, ["resume", str(run.id)])
-    assert resumed.exit_code == 1
-    assert f"flow run {run.name} is Completed: there is nothing left to resume" in resumed.stderr
-
 
 def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(project: Path, api_url: str) -> None:
     RayCluster(address=f"127.0.0.1:{free_port()}", connect_timeout_seconds=1).save("nowhere", overwrite=True)

@@ -14,18 +14,15 @@ from ray.train import ValidationConfig
 from prefect_elastic_train import (
     AttemptFailedError,
     ElasticScaling,
-    FailureBudget,
     LocalStorage,
     Outcome,
     RayCluster,
     TrainingResult,
     elastic_train,
 )
-from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
-from prefect_elastic_train.orchestration.flow_run_state import last_event_time
-from prefect_elastic_train.orchestration.prefect_events import ATTEMPT_EVENTS
 from tests.support.own_backend import OwnConfig
-from tests.support.processes import attempts, commits, read_ledger, steps_of, wait_for
+from tests.support.processes import attempts, read_ledger, steps_of
+from tests.support.reports import run_events
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -55,18 +52,6 @@ def train(where: dict[str, Any]) -> Train:
 
 
 @pytest.mark.full
-def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(train: Train) -> None:
-    metrics = {**{f"layer_{number}": number / 7 for number in range(30_000)}, "text": "x" * 1_000_000}
-    result = train(train_loop_config={"steps": 3, "metrics": metrics}, failures=FailureBudget(driver_restarts=0))
-    assert result.metrics["step"] == 3
-    assert "of 30,002 metrics left out" in result.metrics["…"]
-    assert list(result.metrics_dataframe()["step"]) == [1, 2, 3]
-    assert [made.metrics["step"] for made in result.best_checkpoints] == [2, 3]
-    assert result.left_out == {"best_checkpoints": 1}
-    assert len(result.model_dump_json()) < MAX_EVENT_BYTES
-
-
-@pytest.mark.full
 def test_a_backend_of_ones_own_prepares_the_workers(train: Train) -> None:
     result = train("tests.support.own_backend:loop", torch_config=OwnConfig("by the backend"))
     assert result.metrics["variable"] == "by the backend"
@@ -84,33 +69,6 @@ def test_checkpoints_are_validated_while_the_workers_hold_all_cpus_that_a_local_
         validation_config=ValidationConfig(lambda checkpoint: {"score": 1.0}),
     )
     assert [line["validated"] for line in read_ledger(ledger)] == [3, 3], "each of the two workers sees all of them"
-
-
-@pytest.mark.full
-def test_ray_data_shards_reach_the_workers(train: Train, ledger: str) -> None:
-    def make_numbers() -> Any:
-        import ray
-
-        return ray.data.range(100)
-
-    config, datasets = {"ledger": ledger}, {"numbers": make_numbers}
-    train("tests.support.loops:dataset_loop", train_loop_config=config, datasets=datasets, scaling=TWO)
-    lines = read_ledger(ledger)
-    assert sorted(line["rank"] for line in lines) == [0, 1]
-    assert sorted(row for line in lines for row in line["rows"]) == list(range(100))
-
-
-@pytest.mark.full
-def test_checkpoints_that_a_loop_has_put_into_the_run_itself_count_if_its_ranks_agree(train: Train) -> None:
-    result, error = (
-        train("tests.support.loops:placing_loop", train_loop_config={"mixed": mixed}, scaling=TWO)
-        for mixed in (False, True)
-    )
-    manifest = commits(Path(result.run_uri))[-1]["manifest"]
-    assert [name.partition("_")[0] for name in manifest] == ["placed", "checkpoint"]
-    assert [sorted(files) for files in manifest.values()] == [["rank-0", "rank-1"]] * 2
-    assert (error.outcome, error.attempt) == (Outcome.USER_ERROR, 1)
-    assert "with NO_UPLOAD, all ranks must report the same path" in str(error)
 
 
 def test_flow_that_is_retried_after_its_training_gets_the_result_at_once_and_a_changed_configuration_is_refused(
@@ -171,15 +129,8 @@ def test_a_flow_run_that_had_trained_does_not_begin_again_where_its_storage_is_m
     @flow(retries=1)
     def nightly() -> None:
         executions.append(1)
-        related = {"id": [f"prefect.flow-run.{FlowRunContext.get().flow_run.id}"]}
-        begun = {
-            "event": {"name": ATTEMPT_EVENTS},
-            "resource": {"id": ["elastic-train.run.mounted"]},
-            "related": related,
-        }
-        assert len(executions) > 1 or not last_event_time(client, begun)
         elastic_train(LOOP, train_loop_config={"steps": 2}, **more)
-        wait_for(lambda: last_event_time(client, begun), 30)
+        run_events(client, str(FlowRunContext.get().flow_run.id))  # waits for the last one
         mount.rename(tmp_path / "unmounted")
         raise RuntimeError("the machine is lost")
 

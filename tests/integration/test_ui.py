@@ -195,9 +195,6 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():
         assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") > 0
-    right = lambda box: box["x"] + box["width"]  # noqa: E731
-    for part in (*report.get_by_role("table").all(), *pictures.all()):
-        assert right(part.bounding_box()) <= right(report.bounding_box()) <= 1280
 
     runners = [child.pid for child in psutil.Process(served.process.pid).children(recursive=True)]
     [mark] = {mark for _, mark in drivers_of(*runners)}

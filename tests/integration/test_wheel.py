@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from tests.support import distribution
-from tests.support.doc_blocks import PYTHON, blocks_of
+from tests.support.doc_blocks import blocks_of
 from tests.support.processes import ROOT, call, carrying, end_tree, free_port, kill_all, spawn, wait_for
 
 pytestmark = pytest.mark.full
@@ -129,7 +129,7 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
     lines = PAGE.read_text().splitlines()
     try:
         for block in (block for block in blocks_of(PAGE) if block.is_run):
-            if block.language in PYTHON:
+            if block.language == "python":
                 named = re.match(r"# ([a-z_]+\.py)\n", block.code)
                 (folder / named[1]).write_text(elsewhere(block.code))
                 continue

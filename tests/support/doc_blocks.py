@@ -7,14 +7,12 @@ and of a shell are run, and those of data formats are parsed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +21,10 @@ from markdown_it import MarkdownIt
 
 from tests.support.processes import ROOT, spawn
 
-PYTHON, SHELL = ("python",), ("bash", "sh", "shell", "console")
-#: How blocks of data are parsed.
-DATA: dict[str, Callable[[str], object]] = {"json": json.loads, "yaml": lambda text: list(yaml.safe_load_all(text))}
+#: Languages of the blocks that can be run.
+CODE = ("python", "bash")
 #: The last two are diagrams and output.
-LANGUAGES = (*PYTHON, *SHELL, *DATA, "toml", "", "text")
+LANGUAGES = (*CODE, "yaml", "toml", "", "text")
 
 _MARKER = re.compile(r"<!-- not run: (?P<reason>.*) -->")
 _SHELL_SECONDS = 90.0
@@ -49,30 +46,22 @@ class DocBlock:
     @property
     def is_code(self) -> bool:
         """Whether it can be run at all."""
-        return self.language in (*PYTHON, *SHELL)
+        return self.language in CODE
 
     @property
     def is_run(self) -> bool:
         """Whether a test has to run it."""
         return self.is_code and self.not_run is None
 
-    @property
-    def commands(self) -> str:
-        """The commands of a shell, without the prompts and the output of a console."""
-        lines = self.code.replace("\\\n", "").splitlines()
-        if self.language == "console":
-            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        return "\n".join(line for line in lines if line.strip())
-
     def parse(self) -> None:
         """Parse it, without running it; an `AssertionError` if it is not of the language that its fence says."""
         try:
-            if self.language in PYTHON:
+            if self.language == "python":
                 compile(self.code, str(self), "exec")
-            elif self.language in SHELL:
-                subprocess.run(["bash", "-n", "-c", self.commands], check=True, timeout=10, stderr=subprocess.PIPE)
-            elif self.language in DATA:
-                DATA[self.language](self.code)
+            elif self.language == "bash":
+                subprocess.run(["bash", "-n", "-c", self.code], check=True, timeout=10, stderr=subprocess.PIPE)
+            elif self.language == "yaml":
+                list(yaml.safe_load_all(self.code))
         except (SyntaxError, ValueError, yaml.YAMLError, subprocess.CalledProcessError) as error:
             raise AssertionError(f"the block at {self} is no {self.language}: {error}") from error
 
@@ -116,12 +105,12 @@ def run_block(block: DocBlock, folder: Path, api_url: str) -> None:
     blocks. The commands of a shell are a script that ends with the first one that fails.
     """
     try:
-        if block.language in PYTHON:
+        if block.language == "python":
             file = folder / f"line_{block.line}.py"
             file.write_text(block.code)
             runpy.run_path(str(file), run_name="__main__")
         else:
-            _run_shell(block.commands, folder, folder / f"line_{block.line}.log", api_url)
+            _run_shell(block.code, folder, folder / f"line_{block.line}.log", api_url)
     except (Exception, SystemExit) as error:
         raise AssertionError(f"the block at {block} fails: {error}") from error
 

@@ -37,7 +37,7 @@ from tests.support.scripted_driver import MODULE
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
     """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block."""
     storage = arguments["storage"]
-    as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds", "worker_runtime_env")
+    as_they_are = ("run_name", "resume", "timeout_seconds", "worker_runtime_env")
     given = {name: arguments[name] for name in as_they_are if name in arguments}
     if backend := arguments.get("torch_backend"):
         from ray.train.torch import TorchConfig
@@ -93,9 +93,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         ended = [future.result(raise_on_failure=False) for future in futures]
         raise next(one for one in ended if isinstance(one, Exception))
     if within == "subflows":
-        # A short training first, whose result the second try gets at once.
-        short = {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}
-        train_in_subflow({**arguments, "config": short})
+        train_in_subflow(arguments)
     if within in ("a subflow", "subflows"):
         return train_in_subflow(arguments)
     call = (lambda **k: elastic_train.submit(**k).result()) if arguments.get("submit") else elastic_train

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from functools import reduce
 from pathlib import Path
@@ -150,29 +149,6 @@ def remotely_failing_loop(config: dict[str, Any]) -> None:
     ray.get(parse.remote())
 
 
-class LockedRowError(Exception):
-    """An exception that cannot be pickled, nor created from its message."""
-
-    def __init__(self, table: str, row: int) -> None:
-        super().__init__(f"row {row} of {table} is locked")
-        self.lock = threading.Lock()
-
-
-def locked_failing_loop(config: dict[str, Any]) -> None:
-    """Raise an exception that cannot be sent to another process."""
-    write_ledger(config["ledger"], rank=0, step=1)
-    raise LockedRowError("labels", 17)
-
-
-def dataset_loop(config: dict[str, Any]) -> None:
-    """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
-    import ray.train
-
-    rows = [int(row) for batch in ray.train.get_dataset_shard("numbers").iter_batches() for row in batch["id"]]
-    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), rows=rows)
-    ray.train.report({"rows": len(rows)})
-
-
 def validated_loop(config: dict[str, Any]) -> None:
     """Report three checkpoints, and write into the ledger how many are validated within a minute."""
     import ray.train
@@ -183,35 +159,6 @@ def validated_loop(config: dict[str, Any]) -> None:
     mode = CheckpointConsistencyMode.VALIDATED
     reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
     write_ledger(config["ledger"], validated=sum(one.status.name == "VALIDATED" for one in reported))
-
-
-def placing_loop(config: dict[str, Any]) -> None:
-    """Write one checkpoint directly into the run directory, and one in an upload function; each rank writes a file.
-
-    Config: ``mixed`` (the second rank has Ray upload its part of the first checkpoint instead).
-    """
-    import ray.train
-    from ray.train import Checkpoint
-
-    rank = ray.train.get_context().get_world_rank()
-
-    def write(name: str) -> str:
-        path = Path(ray.train.get_context().get_storage().build_checkpoint_path_from_name(name))
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"rank-{rank}").write_text("weights")
-        return str(path)
-
-    with tempfile.TemporaryDirectory() as folder:
-        if config.get("mixed") and rank:
-            ray.train.report({}, Checkpoint.from_directory(folder), checkpoint_dir_name="placed")
-            return
-        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
-        ray.train.report({"step": 1}, Checkpoint(write("placed")), checkpoint_upload_mode=mode)
-        ray.train.report(
-            {"step": 2},
-            Checkpoint.from_directory(folder),
-            checkpoint_upload_fn=lambda checkpoint, name: Checkpoint.from_directory(write(name)),
-        )
 
 
 def habitual_loop(config: dict[str, Any]) -> None:

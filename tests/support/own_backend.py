@@ -11,24 +11,20 @@ from ray.train.backend import Backend, BackendConfig
 VARIABLE = "TESTS_OWN_BACKEND"
 
 
-@dataclass
-class OwnConfig(BackendConfig):
-    """A ``backend_config`` for Ray Train."""
-
-    value: str = "set"
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """The backend that this configures."""
-        return OwnBackend
-
-
 class OwnBackend(Backend):
     """Sets a variable in each worker."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Set the variable before the loop begins."""
         worker_group.execute(set_variable, backend_config.value)
+
+
+@dataclass
+class OwnConfig(BackendConfig):
+    """A ``backend_config`` for Ray Train."""
+
+    value: str
+    backend_cls = OwnBackend
 
 
 def set_variable(value: str) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Training:
     """What both are asked for."""
 
     loop: Callable[[dict[str, Any]], Any]
-    failures: dict[str, int] = field(default_factory=dict)
+    max_failures: int = 0
     keep: int | None = None
     score: str | None = None
 
@@ -82,7 +82,6 @@ def _failure(call: Callable[[], object]) -> str:
 def _folder(*files: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
     for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     return folder
 
@@ -119,9 +118,6 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     sizes = [context.get_world_size(), context.get_local_world_size()]
     note("ranks", [*sizes, context.get_world_rank(), context.get_local_rank(), context.get_node_rank()])
     note("name", context.get_experiment_name())
-    note("path of the run", Path(storage.experiment_fs_path).name)
-    note("working directory", Path.cwd().name)
-    note("resumes from", train.get_checkpoint())
 
     def report(name: str | None, folder: Path | None, **options: Any) -> bool:
         metrics = {"report": name, "rank": rank, **options.pop("metrics", {})}
@@ -152,13 +148,9 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     note("default name", newest().rpartition("_")[0][:13])
     for step in range(2):
         report("twice", _folder(f"file-{step}"))
-    report("nested", _folder(f"part/of/rank-{rank}"))
 
     background = mine()
     report("background", background, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
-    kept = mine()
-    keeping = {"checkpoint_upload_mode": CheckpointUploadMode.ASYNC, "delete_local_checkpoint_after_upload": False}
-    report("background-kept", kept, **keeping)
 
     def slow(checkpoint: Checkpoint, name: str) -> Checkpoint:
         time.sleep(1)
@@ -169,7 +161,6 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     report("after-slow", mine(), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
     note("order of uploads", list(reported())[-2:])
     note("deleted in the background", background.exists())
-    note("kept in the background", kept.exists())
     report("own-upload", mine() if rank == 0 else None, checkpoint_upload_fn=_copied)
     mode = CheckpointUploadMode.ASYNC if rank else CheckpointUploadMode.SYNC
     report("two-modes", mine(), checkpoint_upload_mode=mode)
@@ -199,8 +190,6 @@ def reporting_loop(config: dict[str, Any]) -> dict[str, int]:
     note("status", {name: status for name, (status, _) in found.items()})
     note("metrics of by-1", found["by-1"][1])
     note("validations", [found[name][1].get("validated") for name in ("validated", "validated-with", "not-valid")])
-    report("nested-metrics", mine(), metrics={"deep": {"list": [1, 2.5], "none": None, "text": "é"}})
-    note("nested metrics", reported()["nested-metrics"][1].get("deep"))
     return {"returned": rank}
 
 
@@ -220,17 +209,6 @@ def kept_loop(config: dict[str, Any]) -> None:
         ray.train.collective.barrier()
         if step == 2 and first == 0 and note.rank == 1:
             os._exit(3)
-
-
-def raising_loop(config: dict[str, Any]) -> None:
-    """Upload nothing, and raise on one rank."""
-    from ray import train
-
-    note, folder = _Notes(config), _folder()
-    upload = {"checkpoint_upload_fn": lambda *_: None}
-    note("upload without a checkpoint", _failure(lambda: train.report({}, train.Checkpoint(folder), **upload)))
-    if note.rank == 0:
-        raise KeyError("the words of the loop")
 
 
 class TwoArguments(Exception):
@@ -269,30 +247,12 @@ def numpy_loop(config: dict[str, Any]) -> None:
     train.report({"loss": np.float32(0.5)}, train.Checkpoint(_folder("file")), checkpoint_dir_name="numpy")
 
 
-def reclaimed_loop(config: dict[str, Any]) -> None:
-    """Train on until the node is reclaimed, and once more."""
-    from ray import train
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    note, checkpoint = _Notes(config), train.get_checkpoint()
-    note("resumes from", checkpoint and own_name(checkpoint.path))
-    if checkpoint is None:
-        train.report({"step": 0}, train.Checkpoint(_folder("file")), checkpoint_dir_name="step-0")
-        preemption = train.PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"node": [0, 1]})
-        get_train_context().preemption_context.preemption_info = preemption
-        note("info", train.get_preemption_info().preempted_ranks)
-        time.sleep(60)
-    train.report({"step": 1}, train.Checkpoint(_folder("file")), checkpoint_dir_name="step-1")
-
-
 TRAININGS = {
     "reports": Training(reporting_loop),
-    "kept": Training(kept_loop, {"max_failures": 1}, keep=2, score="score"),
-    "raises": Training(raising_loop, {"max_failures": 1}),
+    "kept": Training(kept_loop, max_failures=1, keep=2, score="score"),
     "unpicklable": Training(unpicklable_loop),
     "failing upload": Training(failing_upload_loop),
     "numpy": Training(numpy_loop),
-    "reclaimed": Training(reclaimed_loop, {"max_preemption_failures": 1}),
 }
 
 
@@ -309,7 +269,7 @@ def _run(name: str, training: Training, folder: Path) -> dict[str, Any]:
         run_config=train.RunConfig(
             name=name,
             storage_path=str(folder),
-            failure_config=train.FailureConfig(**training.failures),
+            failure_config=train.FailureConfig(max_failures=training.max_failures),
             checkpoint_config=train.CheckpointConfig(
                 num_to_keep=training.keep, checkpoint_score_attribute=training.score
             ),

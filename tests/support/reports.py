@@ -1,8 +1,8 @@
-"""What Prefect shows of a training: its report, and the run's events."""
+"""What is told of a training: its report and events in Prefect, and the history in its run directory."""
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -10,7 +10,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
 from prefect.client.schemas.objects import Artifact
 
-from tests.support.processes import wait_for
+from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.storage.store import LocalRunStore
+from tests.support.processes import T, wait_for
 
 PREFIX = "elastic-train.run."
 _ENDINGS = {f"{PREFIX}{name}" for name in ("completed", "failed", "cancelled", "timed-out", "interrupted")}
@@ -28,10 +30,10 @@ def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
     return str(artifact.data)
 
 
-def incidents_of(report: str) -> list[tuple[str, str]]:
-    """What happened by a report, and why, the newest first."""
-    section = report.split("### What happened\n\n", 1)[1].split("\n\n", 1)[0]
-    return re.findall(r"^- \S+ \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
+def history(run: Path | str | None, kind: type[T]) -> list[T]:
+    """The events of a kind in the history of a run, the oldest first."""
+    events = read_history(LocalRunStore(str(run))) if run else []
+    return [event for event in events if isinstance(event, kind)]
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:
