@@ -47,8 +47,7 @@ class TestStandards(BlockStandardTestSuite):
 
     @pytest.fixture
     def block(self, request: pytest.FixtureRequest) -> type[Block]:
-        found: type[Block] = request.param
-        return found
+        return request.param
 
     @pytest.fixture(autouse=True)
     def _logo_of_the_repository(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,6 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     )
     thousands = causes_of({rank: OSError(chr(0x4E00 + rank) * 5000) for rank in range(5000)})
     event = decode_event(encode_event(WorkerFailed(causes=thousands, retried=True)))
-    assert isinstance(event, WorkerFailed)
     assert sorted(chain.from_iterable(cause.ranks for cause in event.causes)) == [*range(5000)]
 
 

@@ -84,7 +84,7 @@ def test_a_full_segment_is_followed_by_the_next_one(store: LocalRunStore) -> Non
     assert _write(store, *(_report(index, size=10_000) for index in range(100))) == list(range(100))
     names = store.names(layout.EVENTS)
     assert names == [f"0001-{number:03d}.jsonl" for number in range(4)]
-    assert all(len(store.read(f"{layout.EVENTS}/{name}") or b"") <= 256 * 1024 for name in names)
+    assert all(len(store.read(f"{layout.EVENTS}/{name}")) <= 256 * 1024 for name in names)
 
 
 def test_the_longer_a_worker_group_the_fewer_of_its_reports_are_kept_up_to_a_bound(
