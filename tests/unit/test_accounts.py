@@ -16,7 +16,7 @@ from tests.unit.support import examples
 T = 1_700_000_000.0
 
 #: The events of a timeline.
-KINDS: dict[str, type[ev.Event]] = {
+KINDS = {
     "started": ev.AttemptStarted,
     "group": ev.WorkerGroupStarted,
     "first": ev.FirstStep,
@@ -35,7 +35,7 @@ KINDS: dict[str, type[ev.Event]] = {
     "alive": ev.ControllerAlive,
 }
 #: Fields that matter to no test; each event takes those that it has.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS = {
     **dict.fromkeys(("run_name", "run_uri", "message", "address", "doing"), "it"),
     **dict.fromkeys(("size_bytes", "seconds", "possible_workers", "min_workers", "old_size"), 1),
     **dict.fromkeys(("world_size", "new_size"), 2),
@@ -66,7 +66,7 @@ def timeline(text: str) -> list[ev.Event]:
     index = 0
     for item in text.split(", "):
         kind, at, *rest = item.split()
-        fields: dict[str, Any] = dict(field.split("=") for field in rest)
+        fields = dict(field.split("=") for field in rest)
         if "saved" in fields:
             fields["metrics"] = {"step": int(fields.pop("saved"))}
         first, _, last = at.partition("..")

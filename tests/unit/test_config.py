@@ -17,9 +17,9 @@ from prefect_elastic_train.core.settings import (
     ScalingSettings,
 )
 
-BLOCKS: list[Any] = [block for blocks in BLOCK_TYPES.values() for block in blocks]
+BLOCKS = [block for blocks in BLOCK_TYPES.values() for block in blocks]
 #: What cannot be left out, and what a field is refused without.
-BESIDE: dict[type[BaseModel], dict[str, Any]] = {
+BESIDE = {
     LocalStorageSettings: {"path": "/runs"},
     S3StorageSettings: {"bucket_path": "my-bucket/runs"},
     FsspecStorageSettings: {"url": "gs://my-bucket/runs"},
@@ -30,7 +30,7 @@ _BUCKET = "expected bucket/prefix such as my-bucket/runs"
 _ENDPOINT = "expected http(s)://host[:port] without credentials"
 _ADDRESS = "expected '' (a local cluster), 'auto' or 'host:port' (from a node of the cluster, not the Ray client)"
 #: Settings, values, and what is said of them. The public API lists the bounds.
-REFUSED: list[Any] = [
+REFUSED = [
     *(
         (ScalingSettings, {"min_workers": value}, f"\nmin_workers … input_value={value!r}")
         for value in (0, 2.5, "many")
@@ -133,7 +133,7 @@ def test_dict_fields_take_the_form_that_the_ui_sends(block: Any, field: str, tex
 
 
 def test_plain_keeps_every_value_of_a_block() -> None:
-    values: dict[str, Any] = {"address": "https://ray/prefix", "auth_token": SecretStr("hush"), "verify_tls": False}
+    values = {"address": "https://ray/prefix", "auth_token": SecretStr("hush"), "verify_tls": False}
     kept = RayCluster(**values).plain()
     assert kept == ClusterSettings(**values)
     assert {name: getattr(kept, name) for name in values} == values

@@ -24,7 +24,7 @@ from prefect_elastic_train.runs.seeding import Source, choose_source, copy_sourc
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
-from tests.unit.support import Training, begin, spec
+from tests.unit.support import Stop, Training, begin, spec, stop
 
 
 @dataclass
@@ -255,12 +255,8 @@ def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_wa
 ) -> None:
     nights.add("night-1")
     store = nights.storage.run("night-2")
-
-    def die() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, spec(nights.claim("night-2")), seed=die)
+    with pytest.raises(Stop):
+        begin_attempt(store, spec(nights.claim("night-2")), seed=stop)
     other = replace(nights.claim("night-2", ""), resume=True, named=True)
     begun = begin(store, other, seed=lambda: copy_source(nights.storage, other, store))
     assert loop_name(begun.point.checkpoint) == "from-night-1"

@@ -146,7 +146,7 @@ _MIXED = RuntimeError(
 )
 _PREEMPTED = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n": [1]})
 
-ENDS: list[tuple[Exception, str, str]] = [
+ENDS = [
     (AttemptFailedError("gone", outcome=Outcome.CLUSTER_LOST, final=True), "cluster_lost", "gone"),
     (WorkerGroupError("[Rank 1] …\n", {1: ValueError("nan\n3")}), "user_error", ": rank 1: ValueError: nan"),
     (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), "cluster_lost", ""),

@@ -13,7 +13,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
 
 #: A value of each type that an event's fields have, none of them a default.
-VALUES: dict[Any, Any] = {
+VALUES = {
     str: "T\n…\n: ü",
     int: 7,
     int | None: 7,

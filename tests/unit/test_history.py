@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:
     begin(store)
-    rows: list[dict[str, Any]] = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
+    rows = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
     result = _result(store, Accounts(last_metrics={"loss": 0.5}, history=rows))
     assert (result.checkpoint_uri, result.metrics, result.attempts) == ("", {"loss": 0.5}, 1)
     assert list(result.metrics_dataframe()["loss"]) == [1.0, 0.5]

@@ -142,7 +142,7 @@ def _with_key(number: int) -> Model:
 
 
 #: Types, or functions that make a value of a type from a number.
-KINDS: list[Any] = [
+KINDS = [
     np.float32,
     np.int64,
     np.zeros,
@@ -204,7 +204,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def test_a_changed_value_is_seen_whatever_its_type() -> None:
-    seen: defaultdict[str, list[Any]] = defaultdict(list)
+    seen = defaultdict(list)
     for value in DIFFERENT:
         mine = fingerprint(_loop, "torch", {"x": value})
         assert mine.opaque == {}, "it is compared by value"
@@ -262,7 +262,7 @@ class Broken(UserDict[str, Any]):
 def _without_stable_forms() -> dict[str, Any]:
     extended = Hyper(0.1)
     extended.schedule = "cosine"  # type: ignore[attr-defined] # as some configurations of libraries hold more
-    own: list[Any] = []
+    own = []
     own.append(own)
     module = types.ModuleType("settings")
     module.__file__ = f"/tmp/pull-{uuid.uuid4()}/settings.py"
