@@ -101,16 +101,10 @@ def test_no_text_takes_long_to_look_through(text: str) -> None:
     assert time.process_time() - began < 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([4], "rank 4"),
-        ([7, 3, 2, 1, 0], "ranks 0-3, 7"),
-        (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
-    ],
-)
-def test_ranks_are_formatted_as_spans(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text
+def test_ranks_are_formatted_as_spans() -> None:
+    assert format_ranks([4]) == "rank 4"
+    assert format_ranks([7, 3, 2, 1, 0]) == "ranks 0-3, 7"
+    assert format_ranks(range(0, 1000, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"
 
 
 RAYS = [

@@ -14,7 +14,6 @@ import types
 import uuid
 from collections import OrderedDict, UserDict, defaultdict
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -153,9 +152,7 @@ KINDS = [
     lambda number: Model(width=number),
     _with_key,
     Decimal,
-    Fraction,
     datetime.date.fromordinal,
-    datetime.timedelta,
     lambda number: uuid.UUID(int=number),
     bytes,
     range,
