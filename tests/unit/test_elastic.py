@@ -363,8 +363,8 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
 def test_a_controller_that_stands_in_a_state_is_logged_and_given_up_unless_validations_may_still_run(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, state: Any, warning: str
 ) -> None:
-    for name, seconds in (("_SLOW_SECONDS", 0.3), ("_HUNG_SECONDS", 1.0)):
-        monkeypatch.setattr(callbacks, name, seconds)
+    monkeypatch.setattr(callbacks, "_SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(callbacks, "_HUNG_SECONDS", 1.0)
     monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
     controller = Controller(store)
     name = state._state_type.state_name

@@ -156,7 +156,6 @@ KINDS = [
     lambda number: uuid.UUID(int=number),
     bytes,
     range,
-    lambda number: {number},
     lambda number: frozenset({str(number)}),
     lambda number: {1: number, "b": 1},
     lambda number: {(1, number): "a"},
