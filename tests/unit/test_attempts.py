@@ -26,6 +26,7 @@ from tests.support.processes import wait_for
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, SteppedStore, Training, begin, claim, happening_before, tear
 
 OTHERS_RESUME = claim(OTHER_FLOW_RUN, resume=True)
+removed_or_torn = pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
 MANY_TRIES = {"driver_restarts": 100, "max_attempts_without_progress": 100}
 
 
@@ -284,7 +285,7 @@ def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:
     _refused(store, claim(resume_from="base"), "did not start from 'base'")
 
 
-@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
+@removed_or_torn
 def test_a_run_that_lost_its_record_keeps_its_creator_whoever_asks_for_it(store: LocalRunStore, lose: Any) -> None:
     begin(store, claim(config={"lr": 0.1}))
     before = RunDirectory(store).record
@@ -295,7 +296,7 @@ def test_a_run_that_lost_its_record_keeps_its_creator_whoever_asks_for_it(store:
     assert (after.creator, after.id) == (before.creator, before.id)
 
 
-@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
+@removed_or_torn
 def test_a_torn_attempt_record_keeps_its_number_commits_and_owner(store: LocalRunStore, lose: Any) -> None:
     _counts(store, claim(flow_run_name="calm-heron"), "commits")
     lose(store, layout.attempt_name(1))

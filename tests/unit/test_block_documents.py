@@ -40,7 +40,6 @@ ENVIRONMENT = {
         (RayCluster(address=JOINED), {"address": "auto", "auth_token": "sesame"}, {"auth_token": "sesame"}),
         (RayCluster(address=JOINED), {"auth_token": None}, {}),
         (S3Storage(**BUCKET), {**BUCKET, **KEYS}, KEYS),
-        (S3Storage(**BUCKET), BUCKET, {}),
         (S3Storage(**BUCKET, access_key_id="AKIAPERMANENT", secret_access_key="newer"), {**BUCKET, **KEYS}, {}),
     ],
 )

@@ -36,7 +36,7 @@ BLOCKS = {
         bucket_path="my-bucket/runs", access_key_id="hush", secret_access_key="hush", session_token="hush"
     ),
 }
-KINDS: list[type[Block]] = [type(block) for block in BLOCKS.values()]
+KINDS = [type(block) for block in BLOCKS.values()]
 SECRETS = {"auth_token", "access_key_id", "secret_access_key", "session_token", "secret_options"}
 LOGO = REPOSITORY / "docs" / "images" / "logo.png"
 
@@ -47,8 +47,7 @@ class TestStandards(BlockStandardTestSuite):
 
     @pytest.fixture
     def block(self, request: pytest.FixtureRequest) -> type[Block]:
-        found: type[Block] = request.param
-        return found
+        return request.param
 
     @pytest.fixture(autouse=True)
     def _logo_of_the_repository(self, monkeypatch: pytest.MonkeyPatch) -> None:

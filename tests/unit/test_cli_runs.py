@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,6 @@ from tests.unit.support import FLOW_RUN, Training, begin, claim, happening_befor
 
 DAY = 86400.0
 LONG_AGO = 30 * DAY
-CHECKPOINT_BYTES = 3
-"""Of each checkpoint that Ray reports here under a name of one letter."""
 
 
 @pytest.fixture
@@ -79,13 +77,9 @@ def _json(command: str) -> Any:
     return json.loads(_done(f"{command} --json"), parse_constant=pytest.fail)
 
 
-def _local(storage: Storage, name: str) -> LocalRunStore:
-    return LocalRunStore(f"{storage.uri}/{name}")
-
-
 def _trained(storage: Storage, name: str = "mnist", checkpoints: str = "abc", **owner: Any) -> LocalRunStore:
     """Train a run by a driver on another machine, which goes on without a heartbeat."""
-    store = _local(storage, name)
+    store = storage.run(name)
     ray = Ray(store, begin(store, claim(name=name, **owner)).attempt).start()
     for number, checkpoint in enumerate(checkpoints):
         ray.report(checkpoint, epoch=number, loss=1.0 / (number + 1))
@@ -115,7 +109,7 @@ def _over(storage: Storage, name: str = "mnist") -> LocalRunStore:
 def _make_older(store: RunStore, seconds: float) -> None:
     """Set back all times that the records hold."""
     for name in store.file_sizes(layout.STATE_FOLDER) or {}:
-        record = json.loads(store.read(f"{layout.STATE_FOLDER}/{name}") or b"")
+        record = json.loads(store.read(f"{layout.STATE_FOLDER}/{name}"))
         older = {field: record[field] - seconds for field in ("at", "started_at", "created_at") if field in record}
         store.replace(f"{layout.STATE_FOLDER}/{name}", json.dumps({**record, **older}).encode())
 
@@ -175,23 +169,23 @@ def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(
         _end(_trained(storage, name), outcome, "ValueError: no\nmore of it")
     for name, age in {"beating": 1, "silent": 3600, "slow": 300, "ahead": -3600}.items():
         _beat(_trained(storage, name), age)
-    _make_older(_local(storage, "silent"), 3600)
-    _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
+    _make_older(storage.run("silent"), 3600)
+    storage.run("raw").create(layout.SNAPSHOT, b"of Ray Train alone")
     record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
-    _local(storage, "claimed").create(layout.RUN, encode(record))
-    _make_older(_local(storage, "claimed"), DAY / 2)
+    storage.run("claimed").create(layout.RUN, encode(record))
+    _make_older(storage.run("claimed"), DAY / 2)
     runs = _summaries(storage)
-    assert {name: [run["state"], run["outcome"] or run["life"]] for name, run in runs.items()} == {
-        "alive": ["training", "alive"],
-        "gone": ["died", "dead"],
-        "done": ["completed", "completed"],
-        "broken": ["failed", "user_error"],
-        "stopped": ["cancelled", "cancelled"],
-        "beating": ["training", "alive"],
-        "silent": ["died", "dead"],
-        "slow": ["unknown", "unknown"],
-        "ahead": ["unknown", "unknown"],
-        "claimed": ["not_begun", None],
+    assert {name: f"{run['state']}, {run['outcome'] or run['life']}" for name, run in runs.items()} == {
+        "alive": "training, alive",
+        "gone": "died, dead",
+        "done": "completed, completed",
+        "broken": "failed, user_error",
+        "stopped": "cancelled, cancelled",
+        "beating": "training, alive",
+        "silent": "died, dead",
+        "slow": "unknown, unknown",
+        "ahead": "unknown, unknown",
+        "claimed": "not_begun, None",
     }
     details = ["ValueError: no", f"process {2**22 + 1} on this machine exited", "last active -3600 s ago on elsewhere"]
     assert [runs[name]["detail"] for name in ("broken", "gone", "ahead")] == details
@@ -210,18 +204,13 @@ def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(
 
 def test_list_shows_progress_and_checkpoints(storage: Storage) -> None:
     store = _trained(storage, checkpoints="ab")
-    at = json.loads(store.read(layout.commit_name(1, 2)) or b"")["at"]
+    at = json.loads(store.read(layout.commit_name(1, 2)))["at"]
     expected = {
         "uri": store.uri,
-        "attempts": 1,
-        "reports": 2,
         "metrics": {"epoch": 1, "loss": 0.5},
-        "checkpoints": 2,
-        "size_bytes": 2 * CHECKPOINT_BYTES,
         "last_commit_at": at,
         "last_activity_at": at,
         "flow_run_id": FLOW_RUN,
-        "flow_run_name": "eager-otter",
         "flow_name": "nightly",
     }
     assert _summaries(storage)["mnist"].items() >= expected.items()
@@ -231,8 +220,8 @@ def test_list_shows_progress_and_checkpoints(storage: Storage) -> None:
 
 
 def test_what_is_no_json_and_what_steers_a_terminal_is_not_printed(storage: Storage) -> None:
-    store = _local(storage, "mnist")
-    metrics: dict[str, Any] = {"loss": math.nan, "best": math.inf, "seen": {"x": [math.nan]}}
+    store = storage.run("mnist")
+    metrics = {"loss": math.nan, "best": math.inf, "seen": {"x": [math.nan]}}
     Training(store, begin(store).attempt).report("a", metrics)
     _end(store, Outcome.USER_ERROR, "\x1b[2J[bold]gone[/bold]", result={"metrics": metrics})
     metrics = {"loss": None, "best": None, "seen": {"x": [None]}}
@@ -246,7 +235,7 @@ def test_what_is_no_json_and_what_steers_a_terminal_is_not_printed(storage: Stor
 
 
 def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) -> None:
-    _local(storage, "notes").create("todo.txt", b"eat")
+    storage.run("notes").create("todo.txt", b"eat")
     assert _json(f"list {storage.uri}") == {"storage": storage.uri, "runs": []}
     assert _done(f"list {storage.uri}") == _done(f"verify {storage.uri}") == f"no runs in {storage.uri}\n"
     assert _done(f"prune {storage.uri} --older-than 0 --yes") == f"nothing to delete in {storage.uri}\n"
@@ -263,7 +252,7 @@ def test_a_run_that_may_not_be_read_or_is_of_another_version_stays_and_does_not_
     _trained(storage, "mine")
     secret, old, new = (_trained(storage, name) for name in ("secret", "old", "new"))
     for store, schema in ((old, SCHEMA_VERSION - 1), (new, SCHEMA_VERSION + 1)):
-        record = json.loads(store.read(layout.attempt_name(1)) or b"") | {"schema_version": schema}
+        record = json.loads(store.read(layout.attempt_name(1))) | {"schema_version": schema}
         store.replace(layout.attempt_name(1), json.dumps(record).encode())
     before = _everything(storage)
     scandir = os.scandir
@@ -312,35 +301,25 @@ def test_show_prints_the_attempts_faults_and_checkpoints_of_a_run(storage: Stora
     assert (details["commit"]["attempt"], list(details["commit"]["manifest"])) == (2, ["a", "c"])
     assert details["accounts"]["worker_failures"] == 1
     text = _done(f"show {storage.uri} mnist")
-    for part in (
-        "2 → 1",
-        "worker failures: 1, preemptions: 0, resizes: 0, reports done again: 2",
-        "checkpoint b was dropped: 2 of 2 files are missing",
-    ):
-        assert part in text
+    assert "2 → 1" in text
+    assert "worker failures: 1, preemptions: 0, resizes: 0, reports done again: 2" in text
+    assert "checkpoint b was dropped: 2 of 2 files are missing" in text
     assert re.search(r"c +2 +epoch=2, loss=0.3 +3 Bytes +latest, best", text)
 
 
-Damage = Callable[[LocalRunStore], object]
-
-
-@pytest.mark.parametrize(
-    ("damage", "repair"),
-    [
-        (lambda store: store.delete_folder("c"), "checkpoint c was dropped: 2 of 2 files are missing, first model.pt"),
-        (lambda store: tear(store, layout.commit_name(1, 3)), "commit 0001-000003 is torn and was skipped"),
-    ],
-)
-def test_verify_shows_damage_and_what_a_resume_does_about_it(storage: Storage, damage: Damage, repair: str) -> None:
-    store = _trained(storage)
+def test_verify_shows_damage_and_what_a_resume_does_about_it(storage: Storage) -> None:
+    store = _trained(storage, checkpoints="abcd")
     _interrupt_upload(_trained(storage, "other"), "epochs/4")
-    _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
-    damage(store)
+    storage.run("raw").create(layout.SNAPSHOT, b"of Ray Train alone")
+    store.delete_folder("c")
+    tear(store, layout.commit_name(1, 4))
     before = _everything(storage)
     result = _run(f"verify {storage.uri} --json")
     found, other = json.loads(result.stdout)["runs"]
     assert (result.exit_code, other["whole"], found["whole"], found["checkpoint"]) == (1, True, False, "b")
-    assert repair in " ".join(found["repairs"])
+    repairs = " ".join(found["repairs"])
+    assert "checkpoint c was dropped: 2 of 2 files are missing, first model.pt" in repairs
+    assert "commit 0001-000004 is torn and was skipped" in repairs
     text = _run(f"verify {storage.uri}").stdout
     assert text.startswith("mnist: DAMAGED\n  a resume starts from checkpoint b")
     assert text.endswith("other: whole\n  a resume starts from checkpoint c of commit 0001-000003\n")
@@ -388,7 +367,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
 
 
 def test_prune_shows_what_goes_asks_and_deletes_that_only(storage: Storage) -> None:
-    store = _local(storage, "mnist")
+    store = storage.run("mnist")
     training = Training(store, begin(store).attempt, keep=2)
     first, second, third = (physical_name(name, 1) for name in "abc")
     for name in (first, second, third):
@@ -417,7 +396,7 @@ def test_prune_shows_what_goes_asks_and_deletes_that_only(storage: Storage) -> N
 
 
 def test_nothing_is_pruned_that_a_repair_may_fall_back_to(storage: Storage) -> None:
-    store = _local(storage, "mnist")
+    store = storage.run("mnist")
     ray = Ray(store, begin(store).attempt, num_to_keep=2).start()
     for name in "abcd":
         ray.report(name)
@@ -447,16 +426,16 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(
     assert (planned.skipped, planned.deletions) == ("it is being trained: its heartbeat changes", [])
 
 
-@pytest.mark.parametrize("older_than", [None, DAY])
-def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage, older_than: float | None) -> None:
+def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage) -> None:
     store = _over(storage)
     folder = _interrupt_upload(store)
-    planned = plan_run(RunDirectory(store), older_than)
-    assert [deletion.folder for deletion in planned.deletions] == ["" if older_than else folder]
+    plans = [plan_run(RunDirectory(store), older_than) for older_than in (None, DAY)]
+    assert [[deletion.folder for deletion in planned.deletions] for planned in plans] == [[folder], [""]]
     begin(store)
     before = _everything(storage)
-    with pytest.raises(RunChangedError, match="run mnist has changed meanwhile"):
-        list(delete_planned(store, planned))
+    for planned in plans:
+        with pytest.raises(RunChangedError, match="run mnist has changed meanwhile"):
+            list(delete_planned(store, planned))
     assert _everything(storage) == before
 
 
@@ -511,13 +490,13 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
     store = _over(storage)
 
     def take_over() -> None:
-        begun = store.read(layout.attempt_name(2)) or b""
+        begun = store.read(layout.attempt_name(2))
         store.create(layout.attempt_name(3), begun.replace(b'"attempt":2', b'"attempt":3'))
 
     with pytest.raises(RunChangedError, match="run mnist was started again while it was deleted"):
         list(delete_planned(happening_before(store, "delete b", take_over), plan_run(RunDirectory(store), DAY)))
     assert store.folders() == [layout.STATE_FOLDER, "b", "c"]
-    pruner = json.loads(store.read(layout.attempt_name(3)) or b"")
+    pruner = json.loads(store.read(layout.attempt_name(3)))
     pruner["owner"]["pid"] = 2**22 + 1  # a pruner that was killed
     store.replace(layout.attempt_name(3), json.dumps(pruner).encode())
     assert _summaries(storage)["mnist"]["state"] == "deleting"
@@ -529,10 +508,9 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
 def test_an_object_store_is_looked_at_checked_and_pruned_alike(
     server: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    keys = {"ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "SECRET_ACCESS_KEY": "secret"}
+    for name, value in {"ENDPOINT_URL": server.endpoint_url, "DEFAULT_REGION": "us-east-1", **keys}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     bucket = Storage(S3StorageSettings(bucket_path=f"{server.create_bucket('cli-runs')}/runs"))
     store: Any = bucket.run("mnist")
     ray = Ray(store, begin(store).attempt).start()
@@ -551,16 +529,15 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(
     assert "create the bucket" in _refused("list s3://no-such-bucket/runs")
 
 
-def _train_session(store: RunStore, spoilt: int = -1, instead: Sequence[int] = ()) -> None:
-    """Save checkpoints of two ranks that have seen all samples, bar one of a step or with others instead."""
+def _train_session(store: RunStore, spoilt: int = -1) -> None:
+    """Save checkpoints of two ranks that have seen all samples, bar one of a step."""
     training = Training(store, begin(store).attempt, keep=1)
     order = SampleOrder(50, global_batch=8, seed=1)
     ledgers = [Ledger(), Ledger()]
     for step in range(20):
         for rank, ledger in enumerate(ledgers):
             seen = order.share(step, rank, 2)
-            is_spoilt = (step, rank) == (spoilt, 0)
-            ledger.add(np.append(seen[1:], np.array(instead, dtype=seen.dtype)) if is_spoilt else seen, step)
+            ledger.add(seen[1:] if (step, rank) == (spoilt, 0) else seen, step)
         if step in (11, 19):
             about = {"step": step + 1, "began_at": 0, "world_size": 2, "order": asdict(order)}
             files = {SESSION_FILE: json.dumps(about).encode()}
@@ -573,18 +550,15 @@ def _train_session(store: RunStore, spoilt: int = -1, instead: Sequence[int] = (
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "instead", "message"),
+    ("spoilt", "message"),
     [
-        (-1, [], "steps 0 to 19 saw 148 samples: exactly the expected ones, by index"),
-        (15, [], "saw 147 samples, and NOT exactly the expected ones: steps 15"),
-        (15, [49], "saw 148 samples, and NOT exactly the expected ones: steps 15"),
-        (3, [], "saw 147 samples, and NOT exactly the expected ones: steps before the oldest checkpoint that is kept"),
+        (-1, "steps 0 to 19 saw 148 samples: exactly the expected ones, by index"),
+        (15, "saw 147 samples, and NOT exactly the expected ones: steps 15"),
+        (3, "saw 147 samples, and NOT exactly the expected ones: steps before the oldest checkpoint that is kept"),
     ],
 )
-def test_verify_shows_if_each_step_saw_exactly_its_samples(
-    storage: Storage, spoilt: int, instead: list[int], message: str
-) -> None:
-    _train_session(_local(storage, "mnist"), spoilt, instead)
+def test_verify_shows_if_each_step_saw_exactly_its_samples(storage: Storage, spoilt: int, message: str) -> None:
+    _train_session(storage.run("mnist"), spoilt)
     result = _run(f"verify {storage.uri} --samples")
     assert (result.exit_code, message in result.stdout) == (int(spoilt >= 0), True), result.stdout
     [found] = json.loads(_run(f"verify {storage.uri} --samples --json").stdout)["runs"]
@@ -596,7 +570,7 @@ def test_samples_that_are_not_known_are_a_problem_only_of_a_run_that_is_named(st
     result = _run(f"verify {storage.uri} --samples")
     assert (result.exit_code, "not known: checkpoint a has no digests of them" in result.stdout) == (0, True)
     assert _run(f"verify {storage.uri} other --samples").exit_code == 1
-    store = _local(storage, "mnist")
+    store = storage.run("mnist")
     _train_session(store)
     tear(store, str(rank_file("step-19", 1, 2)))
     result = _run(f"verify {storage.uri} mnist --samples")

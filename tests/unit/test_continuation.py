@@ -5,7 +5,6 @@ import os
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +24,7 @@ from prefect_elastic_train.runs.seeding import Source, choose_source, copy_sourc
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
-from tests.unit.support import Training, begin, spec
+from tests.unit.support import Stop, Training, begin, spec, stop
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Nights:
         name: str,
         outcome: str = "completed",
         scores: tuple[float | None, ...] = (0.5,),
-        order: Literal["max", "min"] = "max",
+        order: str = "max",
         **more: str,
     ) -> RunRecord:
         """Train a run from the beginning; without an outcome it has not ended. None is a checkpoint without a score."""
@@ -128,9 +127,7 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(nights: Nights,
 
 
 @pytest.mark.parametrize(("order", "best"), [("min", 1), ("max", 2)])
-def test_the_best_checkpoint_of_a_run_is_one_that_has_a_score(
-    nights: Nights, order: Literal["max", "min"], best: int
-) -> None:
+def test_the_best_checkpoint_of_a_run_is_one_that_has_a_score(nights: Nights, order: str, best: int) -> None:
     nights.add("base", scores=(math.nan, 0.2, 0.7, None, None), order=order)
     for resume_from in ("base@best", "latest", "latest@best"):
         source = nights.choose(resume_from)
@@ -258,12 +255,8 @@ def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_wa
 ) -> None:
     nights.add("night-1")
     store = nights.storage.run("night-2")
-
-    def die() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, spec(nights.claim("night-2")), seed=die)
+    with pytest.raises(Stop):
+        begin_attempt(store, spec(nights.claim("night-2")), seed=stop)
     other = replace(nights.claim("night-2", ""), resume=True, named=True)
     begun = begin(store, other, seed=lambda: copy_source(nights.storage, other, store))
     assert loop_name(begun.point.checkpoint) == "from-night-1"

@@ -87,9 +87,7 @@ def _take(claims: DeviceClaims, name: str = "mnist", gpus: int = 1, **scaling: A
 def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_given_back(
     gpus: list[str], make: Make
 ) -> None:
-    first = make()
-    second = make()
-    third = make()
+    first, second, third = (make() for _ in range(3))
     assert _take(first, "first") == ""
     assert _take(second, "second") == ""
     by_first = f"GPU {gpus[0]} is used by training 'first' (pid {os.getpid()})"
@@ -106,7 +104,7 @@ def test_without_a_number_a_cluster_takes_what_its_workers_can_use_and_what_is_f
     gpus: list[str], make: Make
 ) -> None:
     half = {"GPU": 0.5}
-    cases: list[tuple[dict[str, Any], list[str]]] = [
+    cases = [
         ({"accelerator": "gpu", "max_workers": 2, "resources_per_worker": half}, gpus[:1]),
         ({"accelerator": "gpu", "max_workers": 2}, gpus[1:]),
         ({"accelerator": "cpu"}, []),
@@ -127,7 +125,6 @@ def test_the_head_that_inherits_a_claim_keeps_it_and_a_killed_process_and_one_th
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDER], env=environment, stdout=subprocess.PIPE, text=True
     ) as holder:
-        assert holder.stdout is not None
         head, forked = map(int, holder.stdout.readline().split())
         claims = make()
         try:

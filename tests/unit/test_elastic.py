@@ -4,6 +4,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ from prefect_elastic_train.worker.loop_inspection import CommitReport, collect_c
 from prefect_elastic_train.worker.rank_failures import portable_failure
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 from tests.support.processes import wait_for
-from tests.unit.support import Training, begin, run_callback
+from tests.unit.support import Training, begin, claim, run_callback
 
 
 def test_every_field_of_scaling_reaches_ray_and_it_is_elastic_also_at_a_fixed_size() -> None:
@@ -66,18 +67,13 @@ def test_every_field_of_scaling_reaches_ray_and_it_is_elastic_also_at_a_fixed_si
 
 
 def test_run_budgets_and_checkpoints_reach_ray() -> None:
-    failures = FailureSettings(
-        max_failures=7, max_preemption_failures=5, preemption_grace_seconds=3, relax_collectives_on_preemption=True
-    )
+    budgets = {"max_failures": 7, "max_preemption_failures": 5, "relax_collectives_on_preemption": True}
+    wanted = claim(worker_runtime_env={"env_vars": {"A": "1"}}, preemption_grace_seconds=3, **budgets)
     checkpoints = CheckpointSettings(keep=3, score_attribute="loss", score_order="min")
-    request = SimpleNamespace(run_name="mnist", worker_runtime_env={"env_vars": {"A": "1"}})
-    spec: Any = SimpleNamespace(request=request, failures=failures, checkpoints=checkpoints)
-    config = run_config(spec, "/runs", None)
+    config = run_config(replace(wanted, checkpoints=checkpoints), "/runs", None)
     assert (config.name, config.storage_path) == ("mnist", "/runs")
-    assert config.worker_runtime_env == request.worker_runtime_env
-    assert config.failure_config == FailureConfig(
-        max_failures=7, max_preemption_failures=5, preemption_grace_s=3, relax_collectives_on_preemption=True
-    )
+    assert config.worker_runtime_env == {"env_vars": {"A": "1"}}
+    assert config.failure_config == FailureConfig(preemption_grace_s=3, **budgets)
     assert config.checkpoint_config == CheckpointConfig(
         num_to_keep=3, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
@@ -225,10 +221,8 @@ def test_a_report_is_published_as_progress_and_a_commit_as_lifecycle_without_ano
     controller.report(checkpoint="ckpt-1", loss=0.5)
     assert (state.commit_count, state.checkpoint) == (1, "ckpt-1")
     first, commit = controller.heard()
-    assert isinstance(first, ev.Reported)
-    assert first.metrics == {"loss": 1}
-    assert isinstance(commit, ev.CheckpointCommitted)
-    assert commit.metrics == {"loss": 0.5}
+    assert (first.kind, first.metrics) == ("reported", {"loss": 1})
+    assert (commit.kind, commit.metrics) == ("checkpoint_committed", {"loss": 0.5})
     assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", len("weights of ckpt-1"))
 
 
@@ -350,7 +344,7 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
         return []
 
     monkeypatch.setattr(callbacks.commits, "remove_leftovers", remove)
-    callback, abandoned = controller.callback, list[str]()
+    callback, abandoned = controller.callback, []
     monkeypatch.setattr(callback._store, "abort_uploads", lambda: abandoned.append("all"))
     for hook in (callback.before_worker_group_start, callback.before_controller_execute_failure_decision):
         with pytest.raises(FencedOffError):
@@ -369,8 +363,8 @@ def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of
 def test_a_controller_that_stands_in_a_state_is_logged_and_given_up_unless_validations_may_still_run(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, state: Any, warning: str
 ) -> None:
-    for name, seconds in (("_SLOW_SECONDS", 0.3), ("_HUNG_SECONDS", 1.0)):
-        monkeypatch.setattr(callbacks, name, seconds)
+    monkeypatch.setattr(callbacks, "_SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(callbacks, "_HUNG_SECONDS", 1.0)
     monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
     controller = Controller(store)
     name = state._state_type.state_name

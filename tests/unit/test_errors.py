@@ -1,6 +1,7 @@
 """Ray's output and errors of ranks: separated from output of the user's code, deduplicated, and shortened."""
 
 import logging
+import re
 import time
 from itertools import chain
 
@@ -36,14 +37,9 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     assert causes_of({0: OSError(whole)})[0].traceback == f"OSError: {whole}"
     (cut,) = causes_of({0: OSError("y" * 1_000_000 + "\nthe end")})
     assert len(cut.traceback) <= 100_000
-    assert (cut.traceback[:10], "bytes left out" in cut.traceback, cut.traceback[-7:]) == (
-        "OSError: y",
-        True,
-        "the end",
-    )
+    assert re.fullmatch("(?s)OSError: y.*bytes left out.*the end", cut.traceback)
     thousands = causes_of({rank: OSError(chr(0x4E00 + rank) * 5000) for rank in range(5000)})
     event = decode_event(encode_event(WorkerFailed(causes=thousands, retried=True)))
-    assert isinstance(event, WorkerFailed)
     assert sorted(chain.from_iterable(cause.ranks for cause in event.causes)) == [*range(5000)]
 
 
@@ -105,16 +101,10 @@ def test_no_text_takes_long_to_look_through(text: str) -> None:
     assert time.process_time() - began < 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([4], "rank 4"),
-        ([7, 3, 2, 1, 0], "ranks 0-3, 7"),
-        (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
-    ],
-)
-def test_ranks_are_formatted_as_spans(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text
+def test_ranks_are_formatted_as_spans() -> None:
+    assert format_ranks([4]) == "rank 4"
+    assert format_ranks([7, 3, 2, 1, 0]) == "ranks 0-3, 7"
+    assert format_ranks(range(0, 1000, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"
 
 
 RAYS = [

@@ -13,7 +13,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
 
 #: A value of each type that an event's fields have, none of them a default.
-VALUES: dict[Any, Any] = {
+VALUES = {
     str: "T\n…\n: ü",
     int: 7,
     int | None: 7,
@@ -60,7 +60,6 @@ _values: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st
 def test_metrics_come_back_whatever_they_are(metrics: dict[str, Any]) -> None:
     event = ev.Reported(metrics=metrics, world_size=1)
     decoded = ev.decode_event(ev.encode_event(event))
-    assert isinstance(decoded, ev.Reported)
     assert repr(decoded.metrics) == repr(metrics), "also a diverged loss"
 
 
@@ -79,6 +78,5 @@ def test_no_event_is_larger_than_its_bound_and_none_is_cut_silently(
     text = ev.encode_event(event)
     assert len(text.encode()) <= MAX_EVENT_BYTES
     decoded = ev.decode_event(text)
-    assert decoded is not None
     assert decoded.kind == event.kind
     assert "are left empty" in caplog.text or "bytes left out" in text

@@ -92,12 +92,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
 
 
 #: Lines with a tag that are no events.
-_NO_EVENTS = [
-    ev.EVENT_TAG,
-    ev.EVENT_TAG + "{}",
-    ev.EVENT_TAG + '{"kind": "danced"}',
-    "x" + ev.EVENT_TAG + ev.encode_event(STARTED),
-]
+_NO_EVENTS = [ev.EVENT_TAG + "{}", "x" + ev.EVENT_TAG + ev.encode_event(STARTED)]
 
 
 def test_events_and_lines_are_told_in_their_order_and_the_last_word_is_how_the_attempt_ended(
@@ -197,11 +192,10 @@ def test_a_prestarted_driver_is_the_next_one_if_its_environment_is_the_same_and_
 ) -> None:
     monkeypatch.setattr(driver_handle, "_PRESTART_SECONDS", 0)
     runtime = supervisor.runtime(_PRESTARTED + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
-    prestarted_pids = list[int]()
+    prestarted_pids = []
     for variable in ("A", "A", "B"):
         monkeypatch.setenv(variable, "1")
         runtime.run_attempt(SPEC)
-        assert runtime._starter.prestarted is not None
         prestarted_pids.append(runtime._starter.prestarted.pid)
     supervisor.close()
     first, second, third = [int(line) for source, line in supervisor.lines if source == "driver"]
@@ -368,7 +362,6 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
         second = other.runtime(_JOINING)
         assert second.run_attempt(patient).outcome is Outcome.COMPLETED
         closing_first.join()
-        assert second._folder is not None
         assert (second._folder / "r0.log").read_text().splitlines()[0] == f"{gpu} 1"
 
 
@@ -522,7 +515,6 @@ def test_a_flow_process_that_is_killed_leaves_nothing_running(tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         text=True,
     ) as flow:
-        assert flow.stdout is not None
         private = Path(flow.stdout.readline().strip()).parent
         try:
             _count(str(private), 5)

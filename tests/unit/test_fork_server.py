@@ -79,8 +79,7 @@ def _worker(environment: dict[str, str], folder: Path, *arguments: str) -> dict[
         command = [sys.executable, forked_worker.__file__, *arguments]
         subprocess.run(command, env=environment, stdout=stream, cwd=folder, check=True)
     wait_for(lambda: out.read_text().endswith("\n"), 60, "a worker")
-    about: dict[str, Any] = json.loads(out.read_text())
-    return about
+    return json.loads(out.read_text())
 
 
 def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
@@ -88,7 +87,7 @@ def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    chances = set[float]()
+    chances = set()
     for own in ("1", "2"):
         about = _worker(environment | {"RAY_OWN": own}, folder, "--id", own)
         chances |= {*about.pop("chance")}

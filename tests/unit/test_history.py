@@ -84,7 +84,7 @@ def test_a_full_segment_is_followed_by_the_next_one(store: LocalRunStore) -> Non
     assert _write(store, *(_report(index, size=10_000) for index in range(100))) == list(range(100))
     names = store.names(layout.EVENTS)
     assert names == [f"0001-{number:03d}.jsonl" for number in range(4)]
-    assert all(len(store.read(f"{layout.EVENTS}/{name}") or b"") <= 256 * 1024 for name in names)
+    assert all(len(store.read(f"{layout.EVENTS}/{name}")) <= 256 * 1024 for name in names)
 
 
 def test_the_longer_a_worker_group_the_fewer_of_its_reports_are_kept_up_to_a_bound(
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:
     begin(store)
-    rows: list[dict[str, Any]] = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
+    rows = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
     result = _result(store, Accounts(last_metrics={"loss": 0.5}, history=rows))
     assert (result.checkpoint_uri, result.metrics, result.attempts) == ("", {"loss": 0.5}, 1)
     assert list(result.metrics_dataframe()["loss"]) == [1.0, 0.5]

@@ -327,16 +327,13 @@ def test_one_that_was_stopped_for_a_while_does_not_touch_what_its_successor_need
 @pytest.mark.parametrize(
     ("schedule", "drivers"),
     [
+        # A commit between two looks of a successor, and of one that dies.
         ("0 commit, 1 begin, 0 copy, 1 look, 1 load", 2),
         ("0 commit, 1 begin, 0 copy, 1 look 1 1, 1 load", 2),
+        # Two that begin at once.
         ("0 begin, 1 begin, 0 copy, 1 copy", 2),
+        # A holder that froze before it mirrored a commit and wakes up late.
         ("0 mirror, 1 copy 3, 2 load, 0 any, 2 copy", 3),
-    ],
-    ids=[
-        "a commit between two looks of a successor",
-        "a commit between two looks of a successor that dies",
-        "two that begin at once",
-        "a holder that froze before it mirrored a commit and wakes up late",
     ],
 )
 def test_neither_two_that_begin_at_once_nor_a_late_write_loses_a_commit(schedule: str, drivers: int) -> None:
