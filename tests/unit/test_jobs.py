@@ -425,9 +425,7 @@ def test_a_job_that_the_cluster_does_not_know_any_more_is_lost(own_job: Dashboar
     assert (ended.outcome, "started again" in ended.message) == (Outcome.CLUSTER_LOST, True)
 
 
-def test_a_job_of_another_process_that_was_overtaken_is_followed_by_one_of_ours(
-    own_job: Dashboard, flow: Flow
-) -> None:
+def test_a_job_of_another_process_that_was_overtaken_is_followed_by_one_of_ours(own_job: Dashboard, flow: Flow) -> None:
     own_job.say(STARTED, ENDED.model_copy(update={"outcome": Outcome.SUPERSEDED}))
     flow.react = lambda received: own_job.end(status="FAILED")
     assert flow.train(own_job).outcome is Outcome.DRIVER_LOST

@@ -17,7 +17,7 @@ import torch
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.loop import scratch_folder, training_session
-from prefect_elastic_train.loop.ledger import Ledger, combine
+from prefect_elastic_train.loop.ledger import combine, digest
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.state import State, random_state, restore_random_state, seed_everything
 
@@ -44,19 +44,16 @@ def _network(width: int = 4) -> torch.nn.Module:
 
 
 def test_all_steps_of_all_epochs_see_each_sample_once_an_epoch() -> None:
-    data = np.arange(100, 110)
-    seen, epochs = list[list[int]](), []
+    data, epochs = np.arange(100, 110), list[list[int]]()
     with _session(9) as session:
         for batch in session.batches(data):
             assert batch.tolist() == data[session.samples].tolist()
-            seen.append(batch.tolist())
-            epochs.append(session.epoch)
+            if session.done % 3 == 0:
+                epochs.append([])
+            epochs[session.epoch] += batch.tolist()
             session.step()
-    assert [len(batch) for batch in seen] == [4, 4, 2] * 3
-    assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    for first in (0, 3, 6):
-        assert sorted(itertools.chain(*seen[first : first + 3])) == data.tolist()
-    assert seen[:3] != seen[3:6], "each epoch has an order of its own"
+    assert [sorted(epoch) for epoch in epochs] == [data.tolist()] * 3
+    assert epochs[0] != epochs[1], "each epoch has an order of its own"
 
 
 def test_torch_datasets_are_loaded_by_its_processes_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +287,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"steps": 0}, "steps=0: must be at least 1"),
         ({"global_batch": 3}, "global_batch=3 is below the 4 workers, each of which needs a sample"),
-        ({"save_every": "often"}, "save_every='often': give a number of steps, seconds"),
     ],
 )
 @pytest.mark.usefixtures("worker")
@@ -388,13 +384,12 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
             raise error
         shutil.copytree(checkpoint, tmp_path / name)
 
+    def report(metrics: Any, checkpoint: Any = None, checkpoint_upload_fn: Any = None, **how: Any) -> None:
+        reports.append((metrics, checkpoint, checkpoint_upload_fn))
+
     state = loop.ArrayState(weights=0.0)
     session = loop.Session(state, steps=4, global_batch=2, save_every=2)
-    recorder: Any = Recorder(session)
-    recorder.persist_current_checkpoint = persist
-    recorder.report = lambda metrics, checkpoint=None, checkpoint_upload_fn=None, **how: reports.append(
-        (metrics, checkpoint, checkpoint_upload_fn)
-    )
+    vars(Recorder(session)).update(persist_current_checkpoint=persist, report=report)
     with session:
         for _ in session.batches(np.arange(10)):
             state.weights += 1
@@ -413,16 +408,13 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
     assert saved == [(2, 1.0), (4, 3.0)], "the mean since the report before"
     _, checkpoint, upload = reports[-1]
     upload(checkpoint, "last")
-    order, seen = SampleOrder(10, 2), Ledger()
-    for step in range(4):
-        seen.add(order.indices(step), step)
-    kept = seen.flush(4)
+    seen = [digest(SampleOrder(10, 2).indices(step), step) for step in range(4)]
     for name, done, weights in (("first", 2, 2.0), ("last", 4, 14.0)):
         after = loop.ArrayState(weights=0.0)
         successor = loop.Session(after, steps=4, global_batch=2)
         successor._restore(SimpleNamespace(as_directory=partial(nullcontext, tmp_path / name)))
         assert (successor.done, after.weights) == (done, weights)
-        assert np.array_equal(successor._ledger.total, combine(kept["steps"][:done])), "what all have seen until then"
+        assert np.array_equal(successor._ledger.total, combine(seen[:done])), "what all have seen until then"
 
 
 def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,28 +427,23 @@ def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFix
         loop.TorchState(model=model, optimizer=torch.optim.SGD(_network().parameters()))
 
 
-def test_a_jax_state_is_put_back_whole_and_one_of_another_model_is_refused_by_name(
+def test_a_jax_state_is_put_back_without_a_word_and_one_of_another_model_is_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jax = pytest.importorskip("jax")
-    inner, outer = jax.numpy.ones((3, 4)), [jax.numpy.zeros(4), np.zeros(2)]
-    first = loop.JaxState(params={"inner": inner + 2, "outer": outer}, key=jax.random.key(3), count=7)
-    second = loop.JaxState(params={"inner": inner, "outer": outer}, key=jax.random.key(4), count=0)
+    ones = pytest.importorskip("jax.numpy").ones
+    state = loop.JaxState(params={"inner": ones((3, 4))})
     with caplog.at_level("INFO"):  # as Ray Train has it in a worker
-        first.stage(str(tmp_path))()
-        second.read(tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [], "Orbax says what nobody needs"
-    assert (second.params["inner"] == 3).all()
-    alone = loop.JaxState(params={"inner": inner, "outer": outer})
-    alone.read(tmp_path, only_these=True)
-    assert (alone.params["inner"] == 3).all()
-    with pytest.raises(loop.StateMismatchError, match=r"count: .*missing in the state; key"):
-        alone.read(tmp_path)
-    second.params["inner"] = jax.numpy.ones((3, 5))
-    with pytest.raises(loop.StateMismatchError, match=r"params.inner: \(3, 4\) in the checkpoint, \(3, 5\) in"):
-        second.read(tmp_path)
-    with pytest.raises(AttributeError, match="JaxState has no moments, only params, key, count"):
-        first.moments = 1
+        loop.JaxState(params={"inner": 3 * ones((3, 4))}, count=7).stage(str(tmp_path))()
+        state.read(tmp_path, only_these=True)
+    assert caplog.messages == [], "Orbax says what nobody needs"
+    assert (state.params["inner"] == 3).all()
+    state.params["inner"] = ones((3, 5))
+    with pytest.raises(
+        loop.StateMismatchError, match=r"count: .*missing in the state; params.inner: \(3, 4\) in .*, \(3, 5\) in"
+    ):
+        state.read(tmp_path)
+    with pytest.raises(AttributeError, match="JaxState has no moments, only params"):
+        state.moments = 1
     with pytest.raises(ValueError, match="give numbers, keys and arrays"):
         loop.JaxState(name="text")
 

@@ -97,17 +97,19 @@ class Watched:
 @pytest.mark.parametrize(
     ("opened", "before", "reports", "message"),
     [
-        (OPENED, {"step": 8}, [{"step": 9}], None),
         (NEVER, {"step": 8}, [{"step": 9}], None),  # it restores its state by means of its own
         (NEVER, {"step": 8}, [{"phase": "warm"}, {"step": 9}], None),
         (NEVER, {"step": 8, "epoch": 0}, [{"step": 0, "epoch": 1}], None),
         (OPENED, {"step": 7}, [{"step": 0}], None),  # of an epoch
-        (OPENED, {}, [{"step": 0}], None),  # another run's checkpoint
-        (OPENED, {"step": float("nan")}, [{"step": 1}], None),
         (None, {"step": 8}, [{"step": 1}], None),  # it may have read it
         (NEVER, {"step": 8}, [{"step": 1}], "at step 1, although the checkpoint of step 8 exists (checkpoint_a): it"),
         (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never read what ray.train.get_checkpoint() returns. Restore model"),
-        (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "from the beginning, although the checkpoint exists"),
+        (
+            NEVER,
+            {"step": float("nan")},
+            [{"step": 2}, {"step": 3}],
+            "from the beginning, although the checkpoint exists",
+        ),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0, "saves": 1}], ""),  # before it replaces another
     ],
 )
