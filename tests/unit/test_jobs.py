@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +28,6 @@ from ray.job_submission import JobDetails
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor import job_client, job_handle, training_processes
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnknownJobError, UnreachableError
@@ -58,11 +57,11 @@ def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
     kinds: list[bool], steps: list[tuple[int, int]], look_back: int
 ) -> None:
     lines = [_event(number) if is_event else b"the same line\n" for number, is_event in enumerate(kinds, start=1)]
-    taken = list[bytes]()
+    taken = []
     text = b""
     limit = 0
 
-    def read(job: JobDetails, count: int) -> Iterator[bytes]:
+    def read(job, count):
         """Answer as the dashboard does: from so many lines before the end, and not always to it."""
         last = b"".join(text.splitlines(keepends=True)[-count if count > 0 else 0 :])
         yield last[: limit or len(last)]
@@ -100,8 +99,8 @@ class Dashboard(ThreadingHTTPServer):
         #: Answered to a request, or to all ("") in place of what would be; seconds are a wait.
         self.answers: dict[str, Answer | float] = {}
         self.jobs: dict[str, dict[str, Any]] = {}
-        self.asked: list[str] = []
-        self.tokens: list[str] = []
+        self.asked = []
+        self.tokens = []
         self.log = b""
         #: Called with the id of a new job; returns what is answered to its submission in place of what would be.
         self.on_submit: Callable[[str], Answer] = lambda submission_id: None
@@ -197,8 +196,6 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
 @pytest.mark.parametrize(
     ("answer", "expected", "says"),
     [
-        ((404, "<html>"), UnreachableError, "is no Ray dashboard"),
-        ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
         ((200, "{}"), UnreachableError, "is no Ray dashboard"),
         ((401, "who are you"), RefusedError, "refused the token (Authentication required: who are you)"),
         ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
@@ -241,11 +238,13 @@ def test_requests_go_to_the_block_s_address_with_its_token_which_no_error_holds(
     client.submitted_jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
     client.submitted_jobs()
-    for content in (b"of-the-file", b"hush\xff"):
-        (tmp_path / "token").write_bytes(content)
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-        with nullcontext() if content.isascii() else pytest.raises(RefusedError, match="holds characters that no"):
-            client.submitted_jobs()
+    file = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    file.write_bytes(b"hush\xff")
+    with pytest.raises(RefusedError, match="holds characters that no"):
+        client.submitted_jobs()
+    file.write_text("of-the-file")
+    client.submitted_jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
     client.submitted_jobs()
     client = JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")}))
@@ -276,9 +275,9 @@ class Flow(Supervisor):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.past: list[ev.Event] = []
+        self.past = []
         self.folder = folder
-        self.job: JobDriver | None = None
+        self.job = None
         #: Called with each event and each note.
         self.react: Callable[[ev.Event | str], object] = lambda received: None
 
@@ -315,7 +314,7 @@ ENDED = ev.AttemptEnded(sequence=3, at=3.0, attempt=1, outcome=Outcome.COMPLETED
 def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_private_folder_meanwhile(
     dashboard: Dashboard, flow: Flow
 ) -> None:
-    packages = list[Path]()
+    packages = []
     dashboard.on_request = lambda request: packages.extend(flow.folder.glob("*.zip") if request[:3] == "PUT" else ())
     dashboard.log = b"a line of before\n"
     dashboard.train()
@@ -357,7 +356,6 @@ def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_i
 @pytest.mark.parametrize(
     ("request_", "answer", "reason"),
     [("", None, "RemoteDisconnected"), ("GET /api/v0/logs/file", (500, "no agent"), "HTTP 500: no agent")],
-    ids=["dashboard", "log"],
 )
 def test_a_dashboard_or_a_log_that_cannot_be_read_says_nothing_about_the_job_and_a_line_says_so(
     dashboard: Dashboard,
@@ -370,7 +368,7 @@ def test_a_dashboard_or_a_log_that_cannot_be_read_says_nothing_about_the_job_and
     monkeypatch.setattr(job_handle, "NOTE_SECONDS", 0.4)
     flow.settings = ElasticTrainSettings(liveness_timeout_seconds=0.2)
 
-    def react(received: ev.Event | str) -> None:
+    def react(received):
         if received == STATE:
             dashboard.answers[request_] = answer
         elif "or not with the log" in str(received):
@@ -485,7 +483,6 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
         flow.train(dashboard)
     assert dashboard.statuses() == ["RUNNING" if keeps_job else "STOPPED"]
     assert any("goes on in the cluster" in note for note in flow.notes) == keeps_job
-    assert flow.job is not None
     flow.job.stop()
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
@@ -506,9 +503,9 @@ def test_a_job_that_waits_for_its_start_holds_a_cancel_up_for_a_limited_time(
 def test_a_signal_while_a_job_is_submitted_or_stopped_leaves_it_stopped_and_a_retry_has_a_job_of_its_own(
     dashboard: Dashboard, flow: Flow, request_: str
 ) -> None:
-    signalled = list[str]()
+    signalled = []
 
-    def on_request(request: str) -> None:
+    def on_request(request):
         if request.endswith(request_) and not signalled:
             signalled.append(request)
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -536,13 +533,15 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "node"
 
 
+OURS = REPOSITORY / "prefect_elastic_train"
+
+
 def test_a_package_holds_what_the_driver_needs_and_not_the_token(package: Path) -> None:
     spec = pickle.loads((package / "elastic_train_job" / "spec").read_bytes())
-    assert isinstance(spec, DriverSpec)
     assert spec.request.run_name == SPEC.request.run_name
     assert not [path for path in package.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
-    own = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "prefect_elastic_train").rglob("*.py")}
-    assert own <= {path.relative_to(package) for path in package.rglob("*.py")}
+    own, sent = ({path.relative_to(folder) for path in folder.rglob("*.py")} for folder in (OURS, package / OURS.name))
+    assert own == sent
 
 
 def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for(package: Path) -> None:

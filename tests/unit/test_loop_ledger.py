@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.loop.ledger import Digest, Ledger, combine, digest
+from prefect_elastic_train.loop.ledger import Ledger, combine, digest
 from prefect_elastic_train.loop.order import SampleOrder
 
 ORDER = SampleOrder(1000, global_batch=48, seed=9)
@@ -32,7 +32,6 @@ AT, AFTER = ([ORDER.share(step, rank, 3).tolist() for rank in range(3)] for step
 CHANGES = {
     "left out": ({(20, 1): AT[1][1:]}, [20]),
     "twice": ({(20, 1): [*AT[1], AT[1][0]]}, [20]),
-    "another instead": ({(20, 1): [*AT[1][1:], AT[0][0]]}, [20]),
     "exchanged between steps": ({(20, 0): AFTER[0], (21, 0): AT[0]}, [20, 21]),
     "a pair of doubles": ({(20, 0): [*AT[0][2:], *AT[0][2:4]]}, [20]),
     "exchanged between ranks": ({(20, 0): AT[1], (20, 1): AT[0]}, []),
@@ -57,7 +56,7 @@ def test_samples_exchanged_between_steps_are_told_by_their_total_too() -> None:
 
 
 def test_the_total_goes_on_over_checkpoints() -> None:
-    ledger, expected = Ledger(), list[Digest]()
+    ledger, expected = Ledger(), []
     for step in range(30):
         ledger.add(ORDER.indices(step), step)
         expected.append(digest(ORDER.indices(step), step))

@@ -44,7 +44,7 @@ def _network(width: int = 4) -> torch.nn.Module:
 
 
 def test_all_steps_of_all_epochs_see_each_sample_once_an_epoch() -> None:
-    data, epochs = np.arange(100, 110), list[list[int]]()
+    data, epochs = np.arange(100, 110), []
     with _session(9) as session:
         for batch in session.batches(data):
             assert batch.tolist() == data[session.samples].tolist()
@@ -86,9 +86,8 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole_step() -> None:
 
 
 def test_a_mixture_has_each_dataset_in_its_share_and_whole() -> None:
-    mixture = loop.Mixture([np.arange(10), np.arange(100, 104), (np.arange(200, 203),)[0]], [2, 1, 1])
-    assert len(mixture) == 10 + 5 + 5
-    found = [int(mixture[index]) for index in range(len(mixture))]
+    mixture = loop.Mixture([range(10), range(100, 104), range(200, 203)], [2, 1, 1])
+    found = [mixture[index] for index in range(len(mixture))]
     assert found == [*range(10), 100, 101, 102, 103, 100, 200, 201, 202, 200, 201]
     with _session() as session:
         assert [batch.tolist() for batch in session.once(mixture, 20)] == [found]
@@ -192,7 +191,6 @@ def _train(evaluate: Any, score: str = "val_loss", **options: Any) -> Recorder:
     ("scored", "save_every", "saved"),
     [
         (range(10, 101, 10), 12, [*range(10, 101, 10)]),
-        (range(10, 101, 10), "auto", [*range(10, 101, 10)]),
         (range(1, 101), 30, [1, 2, 30, 60, 90, 100]),  # a score of each step, which the first two show
         ({1, 40, 41}, 100, [1, 40, 41]),
         (range(1, 10), 10, [1, 2]),  # the others do not reach the checkpoint of step 10
@@ -239,7 +237,7 @@ def test_a_step_without_a_batch_does_not_replace_the_scored_step_before_it() -> 
 
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
-    def evaluate(step: int) -> dict[str, Any]:
+    def evaluate(step):
         return {
             "rate": torch.tensor([0.1 * step]),
             "count": step,
@@ -257,7 +255,7 @@ def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
 
 
 def test_an_evaluation_after_a_step_belongs_to_it_and_comes_before_its_save() -> None:
-    state, saved = loop.ArrayState(weights=0.0), list[int]()
+    state, saved = loop.ArrayState(weights=0.0), []
     with _scored(), loop.session(state, steps=20, global_batch=4, save_every=5) as session:
         recorder = Recorder(session)
         for _ in session.batches(np.arange(40)):
@@ -330,7 +328,7 @@ def test_a_torch_state_is_put_back_whole_and_one_of_another_model_is_refused_by_
 
 
 def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(tmp_path: Path) -> None:
-    def made(**found: Any) -> dict[str, Any]:
+    def made(**found):
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 1) for name in ("used", "unused")})
         optimizer = torch.optim.Adam(model.parameters())
         return {
@@ -341,7 +339,7 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
             "own": SimpleNamespace(state_dict=found.copy, load_state_dict=found.update),
         }
 
-    def train(parts: dict[str, Any], name: str) -> None:
+    def train(parts, name):
         parts["optimizer"].zero_grad()
         parts["model"][name](torch.ones(2, 3)).sum().backward()
         for part in ("optimizer", "schedule", "late")[: 3 if name == "unused" else 2]:
@@ -376,15 +374,15 @@ def test_a_checkpoint_without_the_parts_of_all_ranks_is_refused_by_name(tmp_path
 def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_successor_goes_on_there(
     tmp_path: Path,
 ) -> None:
-    reports: list[Any] = []
+    reports = []
     tries = iter([OSError("AWS Error SLOW_DOWN"), None, None])
 
-    def persist(checkpoint: Any, name: str) -> None:
+    def persist(checkpoint, name):
         if error := next(tries):
             raise error
         shutil.copytree(checkpoint, tmp_path / name)
 
-    def report(metrics: Any, checkpoint: Any = None, checkpoint_upload_fn: Any = None, **how: Any) -> None:
+    def report(metrics, checkpoint=None, checkpoint_upload_fn=None, **how):
         reports.append((metrics, checkpoint, checkpoint_upload_fn))
 
     state = loop.ArrayState(weights=0.0)
@@ -449,7 +447,7 @@ def test_a_jax_state_is_put_back_without_a_word_and_one_of_another_model_is_refu
 
 
 def test_random_states_are_put_back() -> None:
-    def draw() -> list[float]:
+    def draw():
         return [random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(())), random.random()]
 
     seed_everything(4, 2)
