@@ -49,7 +49,7 @@ def test_workers_on_one_slice_forget_all_that_ray_sets_for_several_before_it_set
     of_several = get_tpu_coordinator_env_vars("10.0.0.1", num_slices=2, slice_id=1)
     for name, value in {"TPU_WORKER_ID": "0", **of_several}.items():
         monkeypatch.setenv(name, value)
-    left: list[set[str]] = []
+    left = []
     monkeypatch.setattr(_JaxBackend, "on_start", lambda *told: left.append(set(of_several) & set(os.environ)))
     context = SimpleNamespace(num_slices=slices)
     group = SimpleNamespace(get_worker_group_context=lambda: context, execute=lambda function: function())
@@ -68,7 +68,7 @@ def test_a_worker_alone_gets_its_platform_unless_the_user_names_one_and_keeps_it
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     config = SimpleNamespace(update=lambda name, value: told.append((name, value)))
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))  # imported before, with another platform
-    told: list[tuple[str, str]] = []
+    told = []
     jax_processes.join("cpu", address="", size=1, rank=0)
     assert told == ([] if given else [("jax_platforms", "cpu")])
     assert (os.environ["JAX_PLATFORMS"], os.environ["CUDA_VISIBLE_DEVICES"]) == (chosen, "3")

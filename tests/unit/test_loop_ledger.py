@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.loop.ledger import Digest, Ledger, combine, digest
+from prefect_elastic_train.loop.ledger import Ledger, combine, digest
 from prefect_elastic_train.loop.order import SampleOrder
 
 ORDER = SampleOrder(1000, global_batch=48, seed=9)
@@ -27,13 +27,11 @@ def test_steps_that_saw_their_samples_are_right_however_many_workers_divided_the
     assert [_wrong(world_size, range(15, 60), {}) for world_size in (1, 2, 3, 7)] == [[]] * 4
 
 
-#: The samples of three ranks in steps 19, 20 and 21.
-BEFORE, AT, AFTER = ([ORDER.share(step, rank, 3).tolist() for rank in range(3)] for step in (19, 20, 21))
+#: The samples of three ranks in steps 20 and 21.
+AT, AFTER = ([ORDER.share(step, rank, 3).tolist() for rank in range(3)] for step in (20, 21))
 CHANGES = {
     "left out": ({(20, 1): AT[1][1:]}, [20]),
     "twice": ({(20, 1): [*AT[1], AT[1][0]]}, [20]),
-    "another instead": ({(20, 1): [*AT[1][1:], AT[0][0]]}, [20]),
-    "of the step before": ({(20, rank): BEFORE[rank] for rank in range(3)}, [20]),
     "exchanged between steps": ({(20, 0): AFTER[0], (21, 0): AT[0]}, [20, 21]),
     "a pair of doubles": ({(20, 0): [*AT[0][2:], *AT[0][2:4]]}, [20]),
     "exchanged between ranks": ({(20, 0): AT[1], (20, 1): AT[0]}, []),
@@ -53,17 +51,12 @@ def test_the_digest_of_the_whole_is_that_of_its_parts_in_any_order(samples: list
 
 
 def test_samples_exchanged_between_steps_are_told_by_their_total_too() -> None:
-    right, exchanged = Ledger(), Ledger()
-    for step, other in ((0, 1), (1, 0)):
-        right.add(ORDER.indices(step), step)
-        exchanged.add(ORDER.indices(other), step)
-    for ledger in (right, exchanged):
-        ledger.flush(2)
-    assert not np.array_equal(right.total, exchanged.total)
+    right, exchanged = ([digest(ORDER.indices(step ^ other), step) for step in (0, 1)] for other in (0, 1))
+    assert not np.array_equal(combine(right), combine(exchanged))
 
 
 def test_the_total_goes_on_over_checkpoints() -> None:
-    ledger, expected = Ledger(), list[Digest]()
+    ledger, expected = Ledger(), []
     for step in range(30):
         ledger.add(ORDER.indices(step), step)
         expected.append(digest(ORDER.indices(step), step))

@@ -17,7 +17,7 @@ import torch
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.loop import scratch_folder, training_session
-from prefect_elastic_train.loop.ledger import Ledger, combine
+from prefect_elastic_train.loop.ledger import combine, digest
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.state import State, random_state, restore_random_state, seed_everything
 
@@ -44,19 +44,16 @@ def _network(width: int = 4) -> torch.nn.Module:
 
 
 def test_all_steps_of_all_epochs_see_each_sample_once_an_epoch() -> None:
-    data = np.arange(100, 110)
-    seen, epochs = list[list[int]](), []
+    data, epochs = np.arange(100, 110), []
     with _session(9) as session:
         for batch in session.batches(data):
             assert batch.tolist() == data[session.samples].tolist()
-            seen.append(batch.tolist())
-            epochs.append(session.epoch)
+            if session.done % 3 == 0:
+                epochs.append([])
+            epochs[session.epoch] += batch.tolist()
             session.step()
-    assert [len(batch) for batch in seen] == [4, 4, 2] * 3
-    assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    for first in (0, 3, 6):
-        assert sorted(itertools.chain(*seen[first : first + 3])) == data.tolist()
-    assert seen[:3] != seen[3:6], "each epoch has an order of its own"
+    assert [sorted(epoch) for epoch in epochs] == [data.tolist()] * 3
+    assert epochs[0] != epochs[1], "each epoch has an order of its own"
 
 
 def test_torch_datasets_are_loaded_by_its_processes_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +86,8 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole_step() -> None:
 
 
 def test_a_mixture_has_each_dataset_in_its_share_and_whole() -> None:
-    mixture = loop.Mixture([np.arange(10), np.arange(100, 104), (np.arange(200, 203),)[0]], [2, 1, 1])
-    assert len(mixture) == 10 + 5 + 5
-    found = [int(mixture[index]) for index in range(len(mixture))]
+    mixture = loop.Mixture([range(10), range(100, 104), range(200, 203)], [2, 1, 1])
+    found = [mixture[index] for index in range(len(mixture))]
     assert found == [*range(10), 100, 101, 102, 103, 100, 200, 201, 202, 200, 201]
     with _session() as session:
         assert [batch.tolist() for batch in session.once(mixture, 20)] == [found]
@@ -195,7 +191,6 @@ def _train(evaluate: Any, score: str = "val_loss", **options: Any) -> Recorder:
     ("scored", "save_every", "saved"),
     [
         (range(10, 101, 10), 12, [*range(10, 101, 10)]),
-        (range(10, 101, 10), "auto", [*range(10, 101, 10)]),
         (range(1, 101), 30, [1, 2, 30, 60, 90, 100]),  # a score of each step, which the first two show
         ({1, 40, 41}, 100, [1, 40, 41]),
         (range(1, 10), 10, [1, 2]),  # the others do not reach the checkpoint of step 10
@@ -242,7 +237,7 @@ def test_a_step_without_a_batch_does_not_replace_the_scored_step_before_it() -> 
 
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
-    def evaluate(step: int) -> dict[str, Any]:
+    def evaluate(step):
         return {
             "rate": torch.tensor([0.1 * step]),
             "count": step,
@@ -260,7 +255,7 @@ def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
 
 
 def test_an_evaluation_after_a_step_belongs_to_it_and_comes_before_its_save() -> None:
-    state, saved = loop.ArrayState(weights=0.0), list[int]()
+    state, saved = loop.ArrayState(weights=0.0), []
     with _scored(), loop.session(state, steps=20, global_batch=4, save_every=5) as session:
         recorder = Recorder(session)
         for _ in session.batches(np.arange(40)):
@@ -290,7 +285,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"steps": 0}, "steps=0: must be at least 1"),
         ({"global_batch": 3}, "global_batch=3 is below the 4 workers, each of which needs a sample"),
-        ({"save_every": "often"}, "save_every='often': give a number of steps, seconds"),
     ],
 )
 @pytest.mark.usefixtures("worker")
@@ -334,7 +328,7 @@ def test_a_torch_state_is_put_back_whole_and_one_of_another_model_is_refused_by_
 
 
 def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(tmp_path: Path) -> None:
-    def made(**found: Any) -> dict[str, Any]:
+    def made(**found):
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 1) for name in ("used", "unused")})
         optimizer = torch.optim.Adam(model.parameters())
         return {
@@ -345,7 +339,7 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
             "own": SimpleNamespace(state_dict=found.copy, load_state_dict=found.update),
         }
 
-    def train(parts: dict[str, Any], name: str) -> None:
+    def train(parts, name):
         parts["optimizer"].zero_grad()
         parts["model"][name](torch.ones(2, 3)).sum().backward()
         for part in ("optimizer", "schedule", "late")[: 3 if name == "unused" else 2]:
@@ -380,21 +374,20 @@ def test_a_checkpoint_without_the_parts_of_all_ranks_is_refused_by_name(tmp_path
 def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_successor_goes_on_there(
     tmp_path: Path,
 ) -> None:
-    reports: list[Any] = []
+    reports = []
     tries = iter([OSError("AWS Error SLOW_DOWN"), None, None])
 
-    def persist(checkpoint: Any, name: str) -> None:
+    def persist(checkpoint, name):
         if error := next(tries):
             raise error
         shutil.copytree(checkpoint, tmp_path / name)
 
+    def report(metrics, checkpoint=None, checkpoint_upload_fn=None, **how):
+        reports.append((metrics, checkpoint, checkpoint_upload_fn))
+
     state = loop.ArrayState(weights=0.0)
     session = loop.Session(state, steps=4, global_batch=2, save_every=2)
-    recorder: Any = Recorder(session)
-    recorder.persist_current_checkpoint = persist
-    recorder.report = lambda metrics, checkpoint=None, checkpoint_upload_fn=None, **how: reports.append(
-        (metrics, checkpoint, checkpoint_upload_fn)
-    )
+    vars(Recorder(session)).update(persist_current_checkpoint=persist, report=report)
     with session:
         for _ in session.batches(np.arange(10)):
             state.weights += 1
@@ -413,16 +406,13 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
     assert saved == [(2, 1.0), (4, 3.0)], "the mean since the report before"
     _, checkpoint, upload = reports[-1]
     upload(checkpoint, "last")
-    order, seen = SampleOrder(10, 2), Ledger()
-    for step in range(4):
-        seen.add(order.indices(step), step)
-    kept = seen.flush(4)
+    seen = [digest(SampleOrder(10, 2).indices(step), step) for step in range(4)]
     for name, done, weights in (("first", 2, 2.0), ("last", 4, 14.0)):
         after = loop.ArrayState(weights=0.0)
         successor = loop.Session(after, steps=4, global_batch=2)
         successor._restore(SimpleNamespace(as_directory=partial(nullcontext, tmp_path / name)))
         assert (successor.done, after.weights) == (done, weights)
-        assert np.array_equal(successor._ledger.total, combine(kept["steps"][:done])), "what all have seen until then"
+        assert np.array_equal(successor._ledger.total, combine(seen[:done])), "what all have seen until then"
 
 
 def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,34 +425,29 @@ def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFix
         loop.TorchState(model=model, optimizer=torch.optim.SGD(_network().parameters()))
 
 
-def test_a_jax_state_is_put_back_whole_and_one_of_another_model_is_refused_by_name(
+def test_a_jax_state_is_put_back_without_a_word_and_one_of_another_model_is_refused_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jax = pytest.importorskip("jax")
-    inner, outer = jax.numpy.ones((3, 4)), [jax.numpy.zeros(4), np.zeros(2)]
-    first = loop.JaxState(params={"inner": inner + 2, "outer": outer}, key=jax.random.key(3), count=7)
-    second = loop.JaxState(params={"inner": inner, "outer": outer}, key=jax.random.key(4), count=0)
+    ones = pytest.importorskip("jax.numpy").ones
+    state = loop.JaxState(params={"inner": ones((3, 4))})
     with caplog.at_level("INFO"):  # as Ray Train has it in a worker
-        first.stage(str(tmp_path))()
-        second.read(tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [], "Orbax says what nobody needs"
-    assert (second.params["inner"] == 3).all()
-    alone = loop.JaxState(params={"inner": inner, "outer": outer})
-    alone.read(tmp_path, only_these=True)
-    assert (alone.params["inner"] == 3).all()
-    with pytest.raises(loop.StateMismatchError, match=r"count: .*missing in the state; key"):
-        alone.read(tmp_path)
-    second.params["inner"] = jax.numpy.ones((3, 5))
-    with pytest.raises(loop.StateMismatchError, match=r"params.inner: \(3, 4\) in the checkpoint, \(3, 5\) in"):
-        second.read(tmp_path)
-    with pytest.raises(AttributeError, match="JaxState has no moments, only params, key, count"):
-        first.moments = 1
+        loop.JaxState(params={"inner": 3 * ones((3, 4))}, count=7).stage(str(tmp_path))()
+        state.read(tmp_path, only_these=True)
+    assert caplog.messages == [], "Orbax says what nobody needs"
+    assert (state.params["inner"] == 3).all()
+    state.params["inner"] = ones((3, 5))
+    with pytest.raises(
+        loop.StateMismatchError, match=r"count: .*missing in the state; params.inner: \(3, 4\) in .*, \(3, 5\) in"
+    ):
+        state.read(tmp_path)
+    with pytest.raises(AttributeError, match="JaxState has no moments, only params"):
+        state.moments = 1
     with pytest.raises(ValueError, match="give numbers, keys and arrays"):
         loop.JaxState(name="text")
 
 
 def test_random_states_are_put_back() -> None:
-    def draw() -> list[float]:
+    def draw():
         return [random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(())), random.random()]
 
     seed_everything(4, 2)

@@ -1,5 +1,6 @@
 """Parts of a state come back as what they were; random states come back to where a rank computes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ NUMBERS = [
     2**63 + 5,
     0.1,
     1 + 2j,
-    np.float16(0.1),
     np.float64(0.1),
     np.bool_(True),
     np.uint64(2**63 + 5),
@@ -46,7 +46,7 @@ NUMBERS = [
     ids=repr,
 )
 def test_values_come_back_as_what_they_were_when_saved(value: Any, tmp_path: Path) -> None:
-    then: Any = np.float32(0) if isinstance(value, np.generic) else 0
+    then = np.float32(0) if isinstance(value, np.generic) else 0
     if isinstance(value, np.ndarray):
         then = np.zeros(value.shape, np.float32)
     after = _again(loop.ArrayState, tmp_path, value, then)
@@ -82,9 +82,7 @@ def test_tensors_are_filled_in_place_and_stay_what_they_were(
         (np.array(["a", None]), "part=ndarray.*array of object"),
         (np.ma.array([0.1, 2.0], mask=[False, True]), "part=MaskedArray"),
         (pd.Series([1.0, 2.0]), "part=Series"),
-        (np.random.default_rng(0), "part=Generator"),
     ],
-    ids=lambda part: type(part).__name__,
 )
 def test_what_would_not_come_back_exactly_is_refused_by_type_at_once(part: Any, says: str) -> None:
     with pytest.raises(ValueError, match=rf"ArrayState\({says}"):
@@ -95,15 +93,15 @@ def test_what_would_not_come_back_exactly_is_refused_by_type_at_once(part: Any, 
         state.stage("nowhere")
 
 
-def test_dtypes_of_jax_that_numpy_does_not_keep_are_refused_too(tmp_path: Path) -> None:
-    jax: Any = pytest.importorskip("jax")
+def test_dtypes_of_jax_that_numpy_does_not_keep_are_refused_too() -> None:
+    jax = pytest.importorskip("jax")
     for part in (np.zeros(2, jax.numpy.bfloat16), jax.numpy.bfloat16(1), jax.numpy.zeros(2), jax.random.key(0)):
         with pytest.raises(ValueError, match="arrays of JAX to a JaxState"):
             loop.ArrayState(part=part)
 
 
 def test_a_jax_states_leaves_come_back_as_what_they_were(tmp_path: Path) -> None:
-    jax: Any = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax")
     half = jax.numpy.bfloat16
     values = [*NUMBERS, np.array([0.1]), np.array([2**53 + 1]), np.array([1.5], half), np.zeros(1, half)[0] + half(1.5)]
     values += [jax.numpy.ones(2, half), jax.numpy.array(True), jax.random.key(3), jax.random.PRNGKey(3)]
@@ -114,7 +112,7 @@ def test_a_jax_states_leaves_come_back_as_what_they_were(tmp_path: Path) -> None
 
 
 def test_a_jax_states_dtypes_are_those_that_were_trained_with_but_for_another_precision(tmp_path: Path) -> None:
-    jax: Any = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax")
     jnp = jax.numpy
     saved = {"count": 2.5, "host": np.array([0.5]), "steps": jnp.array([2.5]), "flag": True, "params": jnp.ones(2)}
     then = {"count": 0, "host": np.array([0]), "steps": jnp.array([0]), "flag": 0, "params": jnp.zeros(2, jnp.bfloat16)}
@@ -137,60 +135,55 @@ def test_keys_with_dots_come_back_and_are_refused_where_orbax_would_confuse_them
 class Gpus:
     """Pretended GPUs of a process, at torch's functions: there is none here."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, current: int, initialized: bool = True) -> None:
-        self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(number)}
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, states: Sequence[int], current: int, initialized: bool = True
+    ) -> None:
+        self.states = [torch.full((16,), state, dtype=torch.uint8) for state in states]
         for name, replacement in {
             "is_initialized": lambda: initialized,
-            "device_count": lambda: number,
+            "device_count": lambda: len(states),
             "current_device": lambda: current,
-            "get_rng_state": lambda device=current: self.states[device],
-            "get_rng_state_all": lambda: [self.states[index] for index in range(number)],
-            "set_rng_state": lambda state, device=current: self.states.update({device: state}),
-            "set_rng_state_all": lambda states: self.states.update(enumerate(states)),
+            "get_rng_state_all": lambda: self.states,
+            "set_rng_state": lambda state, device=current: self.states.__setitem__(device, state),
         }.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
 
-    def set(self, *states: int) -> None:
-        self.states = {index: torch.full((16,), state, dtype=torch.uint8) for index, state in enumerate(states)}
-
     def get(self) -> list[int]:
-        return [int(self.states[index][0]) for index in sorted(self.states)]
+        return [int(state[0]) for state in self.states]
 
 
 @pytest.mark.parametrize(
-    ("before", "current", "states", "after", "then", "restored"),
+    ("states", "current", "after", "then", "restored"),
     [
-        (1, 0, [7], 2, 1, [0, 7]),
-        (4, 3, [4, 5, 6, 7], 1, 0, [7]),
-        (4, 2, [4, 5, 6, 7], 4, 1, [5, 6, 7, 4]),
-        (2, 0, [6, 7], 4, 1, [0, 6, 7, 3]),
-        (2, 1, [6, 7], 2, 1, [6, 7]),
-        (2, 1, [6, 7], 0, 0, []),
+        ([4, 5, 6, 7], 3, 1, 0, [7]),
+        ([4, 5, 6, 7], 2, 4, 1, [5, 6, 7, 4]),
+        ([6, 7], 0, 4, 1, [0, 6, 7, 3]),
+        ([6, 7], 1, 2, 1, [6, 7]),
+        ([6, 7], 1, 0, 0, []),
     ],
 )
 def test_a_ranks_gpu_has_its_random_state_again_whatever_index_it_has(
     monkeypatch: pytest.MonkeyPatch,
-    before: int,
-    current: int,
     states: list[int],
+    current: int,
     after: int,
     then: int,
     restored: list[int],
 ) -> None:
-    Gpus(monkeypatch, before, current).set(*states)
+    Gpus(monkeypatch, states, current)
     saved = random_state()
-    gpus = Gpus(monkeypatch, after, then)
+    gpus = Gpus(monkeypatch, range(after), then)
     restore_random_state(saved)
     assert gpus.get() == restored
 
 
 def test_a_process_that_has_not_used_a_gpu_is_not_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> None:
+    def refuse(*arguments):
         raise AssertionError("this would initialize CUDA")
 
-    Gpus(monkeypatch, 2, 0).set(6, 7)
+    Gpus(monkeypatch, [6, 7], 0)
     saved = random_state()
-    gpus = Gpus(monkeypatch, 2, 0, initialized=False)
+    gpus = Gpus(monkeypatch, [0, 0], 0, initialized=False)
     for name in ("current_device", "get_rng_state", "get_rng_state_all"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     assert '"cuda": []' in random_state()

@@ -32,7 +32,7 @@ from prefect_elastic_train.controller.failures import (
     must_await_cause,
 )
 from prefect_elastic_train.controller.loop_watch import LoopWatch
-from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.core.events import FirstStep
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.worker import loop_inspection
@@ -41,7 +41,7 @@ from prefect_elastic_train.worker.train_worker import RayTrainWorker
 from tests.support.processes import wait_for
 
 NEVER, OPENED = False, True
-CHECKPOINT: Any = object()
+CHECKPOINT = object()
 RUNNING = [WorkerStatus(True, None, None)]
 
 
@@ -56,7 +56,7 @@ class Watched:
             "query_workers",
             lambda workers, function, seconds=0: {0: workers[0]} if workers[0] is not None else {},
         )
-        self.events: list[Event] = []
+        self.events = []
         settings = FailureSettings(
             ignored_checkpoint="fail" if fails else "warn", stall_timeout_seconds=hangs_after_seconds
         )
@@ -66,7 +66,7 @@ class Watched:
     def resume(self, opened: bool | None, before: dict[str, Any], *reports: dict[str, Any]) -> Any:
         """Have a loop that has or has not opened it report from a checkpoint on; return what it fails of."""
         self.watch.begin_group([opened], "checkpoint_a", before)
-        looks = [self._look(made.pop("saves", 0) == 1, made) for made in map(dict, reports)]
+        looks = [self._look("saves" in made, made) for made in reports]
         assert looks[:-1] == [None] * (len(looks) - 1)
         return looks[-1]
 
@@ -90,24 +90,26 @@ class Watched:
     @property
     def problems(self) -> list[str]:
         """What was told."""
-        return [event.problem for event in self.events if isinstance(event, LoopWarned)]
+        return [event.problem for event in self.events]
 
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(
     ("opened", "before", "reports", "message"),
     [
-        (OPENED, {"step": 8}, [{"step": 9}], None),
         (NEVER, {"step": 8}, [{"step": 9}], None),  # it restores its state by means of its own
         (NEVER, {"step": 8}, [{"phase": "warm"}, {"step": 9}], None),
         (NEVER, {"step": 8, "epoch": 0}, [{"step": 0, "epoch": 1}], None),
         (OPENED, {"step": 7}, [{"step": 0}], None),  # of an epoch
-        (OPENED, {}, [{"step": 0}], None),  # another run's checkpoint
-        (OPENED, {"step": float("nan")}, [{"step": 1}], None),
         (None, {"step": 8}, [{"step": 1}], None),  # it may have read it
         (NEVER, {"step": 8}, [{"step": 1}], "at step 1, although the checkpoint of step 8 exists (checkpoint_a): it"),
         (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never read what ray.train.get_checkpoint() returns. Restore model"),
-        (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "from the beginning, although the checkpoint exists"),
+        (
+            NEVER,
+            {"step": float("nan")},
+            [{"step": 2}, {"step": 3}],
+            "from the beginning, although the checkpoint exists",
+        ),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0, "saves": 1}], ""),  # before it replaces another
     ],
 )
@@ -125,7 +127,6 @@ def test_a_loop_that_begins_again_is_told_with_the_reason_and_ended_if_so_asked_
         assert (failure, watched.events) == (None, [])
         return
     (told,) = watched.events
-    assert isinstance(told, LoopWarned)
     assert told.problem == "checkpoint-ignored"
     assert message in told.message
     assert isinstance(failure.worker_failures[0], IgnoredCheckpointError) if fails else failure is None
@@ -163,17 +164,20 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
     assert hung.check(RUNNING) is None
     hung.now += 1.0
     failure = hung.check(RUNNING)
-    assert failure is not None
     (cause,) = causes_of(failure.worker_failures)
     assert cause.message == "HungLoopError: no report for 60 s; the rank is at loop.py"
     assert cause.traceback == f"{cause.message}\nthread 1:\n…"
     assert hung.check([WorkerStatus(False, None, None)]) is None  # a loop that has returned hangs no more
 
 
-def _waited(seconds: float) -> WorkerStatus:
+def _status(**more: Any) -> Any:
     status = WorkerStatus(True, None, None)
-    status.waited = seconds
+    vars(status).update(more)
     return status
+
+
+def _waited(seconds: float) -> Any:
+    return _status(waited=seconds)
 
 
 def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +189,6 @@ def test_ranks_that_wait_for_others_are_told_of_once_with_where_each_rank_is(mon
         assert watched.check([_waited(seconds), _waited(0.0), _waited(0.0), *RUNNING]) is None
         assert watched.problems == ["ranks-wait"] * (seconds > 45)
     (event,) = watched.events
-    assert isinstance(event, LoopWarned)
     assert "rank 0 at train.py:31; ranks 1-2 at train.py:40; rank 3 does not answer" in event.message
 
 
@@ -209,10 +212,10 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     goes_on, runner = queue.SimpleQueue[None](), ThreadRunner()
     waits = ThreadRunner()
 
-    def barrier() -> None:
+    def barrier():
         waits._monitor_target()  # a line of the loop, from which Ray waits
 
-    def loop() -> None:
+    def loop():
         goes_on.get()
         barrier()
 
@@ -221,7 +224,7 @@ def test_a_worker_knows_how_long_its_loop_waits_for_ray_and_at_which_line_of_its
     monkeypatch.setattr(rays_context, "_train_context", context)
     worker = RayTrainWorker()
 
-    def waited() -> float:
+    def waited():
         return float(worker.poll_status().waited)
 
     runner.run(loop)
@@ -263,7 +266,7 @@ def test_a_rank_in_a_collective_is_told_apart_from_one_that_is_elsewhere(
 
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
-    def plan() -> str:
+    def plan():
         return loop_inspection.collect_commit_report().save_plan
 
     loop_inspection.state.interval = 0.0
@@ -350,10 +353,10 @@ def _poll_until_known(monkeypatch: pytest.MonkeyPatch, *polls: list[WorkerStatus
     monkeypatch.setattr(worker_group.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     poll = lambda self, timeout: coming.pop(0) if coming[1:] else coming[0]  # noqa: E731
     monkeypatch.setattr(worker_group.WorkerGroup, "_poll_workers_and_collect_errors", poll)
-    seen: list[list[WorkerStatus]] = []
-    group: Any = worker_group.RunWorkerGroup.__new__(worker_group.RunWorkerGroup)
+    seen = []
+    group = worker_group.RunWorkerGroup.__new__(worker_group.RunWorkerGroup)
     group.callback = SimpleNamespace(check_reports=seen.append)
-    statuses: list[WorkerStatus] = group._poll_workers_and_collect_errors(0.1)
+    statuses = group._poll_workers_and_collect_errors(0.1)
     assert seen == [statuses]  # callbacks and policies see the last poll, once
     return statuses, now[0]
 
@@ -383,11 +386,8 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
     watched = Watched(monkeypatch)
     monkeypatch.setattr(loop_watch.time, "time", lambda: 5000.0)
 
-    def look(*positions: loop_inspection.Position | None) -> None:
-        statuses = [WorkerStatus(True, None, None) for _ in positions]
-        for status, position in zip(statuses, positions, strict=True):
-            status.position = position  # type: ignore[attr-defined]
-        watched.watch.check(statuses)
+    def look(*positions):
+        watched.watch.check([_status(position=position) for position in positions])
 
     look()
     look(None, None)
@@ -406,7 +406,7 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
 def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[bool] = []
+    seen = []
     current_frames = sys._current_frames
     monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or current_frames())
     for was_enabled in (False, True):

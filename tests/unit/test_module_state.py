@@ -25,12 +25,11 @@ _CONSTANT_CALLS = re.compile(
 
 def _changing_names(tree: ast.Module) -> Iterator[str]:
     """Find names of a module that functions assign anew or change, or that hold an object of a class."""
-    variables: dict[str, ast.expr | None] = {}
+    variables = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            variables |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            variables[node.target.id] = node.value
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            variables |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield from node.names
@@ -49,7 +48,7 @@ def _changing_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_modules_outside_of_a_worker_and_its_loop_have_no_state() -> None:
-    found: dict[str, set[str]] = {}
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         names = set(_changing_names(ast.parse(path.read_text())))

@@ -4,7 +4,6 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -43,9 +42,9 @@ def _report(checkpoint: bool, error: OSError | None = None) -> float:
     return time.monotonic() - started
 
 
-def _answers(count: int = 40) -> list[bool]:
+def _answers() -> list[bool]:
     """Ask more often than a broadcast may be left out."""
-    return [resize_requested() for _ in range(count)]
+    return [resize_requested() for _ in range(40)]
 
 
 def test_outside_of_a_training_nothing_is_requested_and_ray_is_not_imported() -> None:
@@ -84,12 +83,12 @@ def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_an
 ) -> None:
     import ray.train.collective
 
-    def broadcast(data: Any) -> Any:
+    def broadcast(data):
         broadcasts.append(data)
         return next(answers, data)
 
     worker.size = 2
-    broadcasts: list[Any] = []
+    broadcasts = []
     answers = iter([(None, 2, None), (("growth", 1), 0, None)])
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", broadcast)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
@@ -102,7 +101,7 @@ def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_an
     assert 400 / 26 <= len(broadcasts) <= 8 + 400 / 25
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["unasked", "told to save"])
+@pytest.mark.parametrize("told", [False, True])
 def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
     worker: SimpleNamespace, told: bool
 ) -> None:

@@ -5,8 +5,6 @@ Each storage is the one of a whole session, so tests look at a run directory of 
 
 import os
 import uuid
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.settings import S3StorageSettings
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, remove_leftovers
+from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.run_directory import RunDirectory
 from prefect_elastic_train.runs.run_filesystem import run_filesystem
 from prefect_elastic_train.storage import s3 as s3_module
@@ -96,7 +94,7 @@ def test_a_folder_goes_with_all_below_it_and_nothing_beside_it_unless_it_shall_s
     for name in ("ckpt-1/a", "ckpt-1/b/c", "ckpt-10/a", "ckpt-1.txt"):
         run.create(name, b"x")
 
-    def refuse() -> None:
+    def refuse():
         assert run.file_sizes("ckpt-1") == {"a": 1, "b/c": 1}, "deleted before it was asked"
         raise FencedOffError("taken over")
 
@@ -117,7 +115,6 @@ def test_the_runs_of_a_storage_are_its_folders_but_hidden_ones_and_travel_to_oth
     storage.run(f".{name}").create("a", b"")
     assert name in storage.run_names()
     assert f".{name}" not in storage.run_names()
-    assert run.uri == f"{storage.uri}/{name}"
     copy = cloudpickle.loads(cloudpickle.dumps(run))
     assert (copy.uri, copy.retries, copy.read("a")) == (run.uri, run.retries, b"x")
     for filesystem in (run_filesystem(run, 1), run_filesystem(run)):
@@ -184,7 +181,6 @@ def test_a_checkpoint_without_files_is_committed_and_read_back_empty(run: RunSto
         ("503", "PUT", "partNumber=3"),
         ("lost_answer", "PUT", "ckpt/one"),
     ],
-    ids=["beginning of an upload", "end of an upload", "part", "part that is refused", "small file"],
 )
 def test_a_request_that_fails_leaves_whole_objects_and_no_other_part_is_sent_again(
     run: RunStore, source: Path, server: MotoServer, proxy: FaultProxy, fault: str, method: str, contains: str
@@ -210,7 +206,7 @@ def test_parts_are_sent_with_their_checksums_and_without_to_a_store_that_takes_n
 ) -> None:
     parts, call = [], S3FileSystem._call_s3
 
-    async def note(self: Any, method: str, *more: Any, **arguments: Any) -> Any:
+    async def note(self, method, *more, **arguments):
         parts.extend(arguments.get("MultipartUpload", {}).get("Parts", []))
         return await call(self, method, *more, **arguments)
 
@@ -272,7 +268,7 @@ def test_an_upload_that_a_successor_has_abandoned_is_told_that_it_was_taken_over
 ) -> None:
     begin(store)
 
-    def lose(*_: Any) -> None:
+    def lose(*_):
         begin(store)
         raise StorageFaultError("NoSuchUpload", kind="refused", permanent=True)
 
@@ -290,7 +286,7 @@ def test_unfinished_uploads_of_a_run_are_abandoned_and_those_of_others_are_not(
     for key in (f"{prefix}/ckpt/a", f"{prefix}/ckpt/b", *others):
         server.client().create_multipart_upload(Bucket="training", Key=key)
 
-    async def list_all(self: Any, method: str, *more: Any, **arguments: Any) -> Any:
+    async def list_all(self, method, *more, **arguments):
         """What a store does that heeds no prefix and lists one upload at a time."""
         response = await call(self, method, *more, **{**arguments, **({"Prefix": ""} if "Prefix" in arguments else {})})
         if method == "list_multipart_uploads":
@@ -314,15 +310,15 @@ def test_a_bucket_that_does_not_exist_is_no_empty_run(s3_settings: S3StorageSett
     nowhere = Storage(s3_settings.model_copy(update={"bucket_path": "no-such-bucket/runs"}))
     run = nowhere.run("mnist")
     (tmp_path / "model.pt").write_bytes(b"x")
-    asked: list[Callable[[], Any]] = [
-        *(partial(ask, "a") for ask in (run.read, run.size, run.names, run.file_sizes, run.delete, run.delete_folder)),
-        *(partial(ask, "a", b"") for ask in (run.create, run.replace)),
-        partial(run.download, "ckpt", str(tmp_path / "target")),
-        partial(run.upload, str(tmp_path), "ckpt"),
+    requests = [
+        *((ask, "a") for ask in (run.read, run.size, run.names, run.file_sizes, run.delete, run.delete_folder)),
+        *((ask, "a", b"") for ask in (run.create, run.replace)),
+        (run.download, "ckpt", str(tmp_path / "target")),
+        (run.upload, str(tmp_path), "ckpt"),
     ]
-    for ask in asked:
+    for ask, *arguments in requests:
         with pytest.raises(StorageFaultError, match=r"s3://no-such-bucket/runs.*no such bucket") as refused:
-            ask()
+            ask(*arguments)
         assert refused.value.permanent
 
 
@@ -366,8 +362,6 @@ def test_a_stream_becomes_a_file_that_is_read_in_pieces_once_it_is_closed_and_no
         assert file.read_at(7, 99_990) == data[99_990:99_997]
         file.seek(-5, 2)
         assert (file.read(), file.read()) == (data[-5:], b"")
-    with filesystem.open_input_stream(f"{run.path}/ckpt/model.pt") as stream:
-        assert b"".join(iter(lambda: stream.read(7_777), b"")) == data
     with pytest.raises(FileNotFoundError):
         filesystem.open_input_file(f"{run.path}/ckpt/missing").read()
 
@@ -382,7 +376,7 @@ def test_files_and_folders_are_described_as_pyarrow_expects(run: RunStore) -> No
     assert kinds == [fs.FileType.Directory, fs.FileType.File, fs.FileType.NotFound, fs.FileType.Directory]
     assert filesystem.get_file_info(f"{base}/model.pt").size == 3
 
-    def found(**options: Any) -> dict[str, Any]:
+    def found(**options):
         infos = filesystem.get_file_info(fs.FileSelector(base, **options))
         return {info.path.removeprefix(f"{base}/"): info.type == fs.FileType.File for info in infos}
 
@@ -403,22 +397,18 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RunStore) -> Non
     first.report("a", loss=0.5)
     first.report("b", loss=0.25)
     assert run.folders() == [layout.STATE_FOLDER, "b"]
-    half = physical_name("c", 1)
-    first.upload(half, {"model.pt": b"half"})
-    begun = begin(run)
-    second = Ray(run, begun.attempt, num_to_keep=1).start()
-    assert second.latest == begun.point.checkpoint == "b"
-    assert remove_leftovers(run, begun.attempt) == [half]
+    second = Ray(run, begin(run).attempt, num_to_keep=1).start()
+    assert second.latest == "b"
     with pytest.raises(FencedOffError):
         first.report("d")
     second.report("c")
-    assert (RunDirectory(run).resume_point.base, RunDirectory(run).resume_point.checkpoint) == ((2, 1), "c")
+    assert RunDirectory(run).resume_point.checkpoint == "c"
 
 
 def test_a_restart_and_a_commit_cost_the_same_requests_however_many_checkpoints_are_kept() -> None:
     needed = []
     for kept in (4, 40):
-        requests: list[str] = []
+        requests = []
         with private_folder() as folder:
             store = SteppedStore(f"{folder}/runs/mnist", requests.append)
             training = Training(store, begin(store).attempt)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultStore
-from prefect.states import Completed, Crashed, Failed, exception_to_failed_state
+from prefect.states import Crashed, Failed, exception_to_failed_state
 
 from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
@@ -19,7 +19,7 @@ from prefect_elastic_train.core.outcomes import (
 from prefect_elastic_train.orchestration.supervision import restart_delay
 
 #: The condition looks at the state only.
-UNUSED: Any = None
+UNUSED = None
 
 
 def _failed(error: BaseException) -> Any:
@@ -40,7 +40,7 @@ def test_only_a_lost_driver_and_a_lost_cluster_are_tried_again_and_nothing_final
 
 @pytest.mark.parametrize(
     "state",
-    [Failed(), Failed(data=Outcome.DRIVER_LOST), Crashed(), Completed(data=1), Failed(data=ConfigurationError("bad"))],
+    [Failed(), Failed(data=Outcome.DRIVER_LOST), Crashed(), Failed(data=ConfigurationError("bad"))],
 )
 def test_anything_but_a_failed_attempt_is_not_tried_again(state: Any) -> None:
     assert may_retry(UNUSED, UNUSED, state) is False

@@ -39,8 +39,17 @@ def committed(number: int, **metrics: Any) -> ev.CheckpointCommitted:
 
 
 CAUSES = [Cause([0, 2, 3], "RuntimeError: Connection closed", is_consequence=True), Cause([1], "The actor died")]
-FAILED = {"retried": True, "gives_up": "", "reports_lost": 2, "worker_failures": 1, "preemptions": 0}
-GIVEN_UP = {"retried": False, "gives_up": "the budget is used up", "worker_failures": 0, "preemptions": 1}
+NONE = {"reports_lost": 0, "worker_failures": 0, "preemptions": 0, "ranks": [], "reasons": []}
+PREEMPTED = {**NONE, "retried": False, "gives_up": "the budget is used up", "preemptions": 1}
+FAILED = {
+    "retried": True,
+    "gives_up": "",
+    "reports_lost": 2,
+    "worker_failures": 1,
+    "preemptions": 0,
+    "ranks": [0, 1, 2, 3],
+    "reasons": ["rank 1: The actor died"],
+}
 CAPACITY = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}, "missing": "1 GPU"}
 WAITED = {"who": "ranks", "seconds": 4.5, "tries": 7, "last": "SlowDown"}
 WARNED = {"message": "it began again", "checkpoint": "c1"}
@@ -58,16 +67,8 @@ COMMITTED = {"checkpoint": "c9", "checkpoint_uri": "s3://b/llama/c9", "size_byte
         (AGAIN, "driver-restarted", RESTARTED),
         (GROUP, "workers-started", {"world_size": 4, "checkpoint": ""}),
         (ev.WorkerGroupResized(**RESIZED), "resized", RESIZED),
-        (
-            ev.WorkerFailed(causes=CAUSES, retried=True, reports_lost=2),
-            "worker-failed",
-            {**FAILED, "ranks": [0, 1, 2, 3], "reasons": ["rank 1: The actor died"]},
-        ),
-        (
-            ev.WorkersPreempted(retried=False),
-            "preempted",
-            {**GIVEN_UP, "reports_lost": 0, "ranks": [], "reasons": []},
-        ),
+        (ev.WorkerFailed(causes=CAUSES, retried=True, reports_lost=2), "worker-failed", FAILED),
+        (ev.WorkersPreempted(retried=False), "preempted", PREEMPTED),
         (ev.WaitingForCapacity(**CAPACITY, since=T), "waiting-for-capacity", {**CAPACITY, "since": T}),
         (ev.LoopWarned(**WARNED, problem="checkpoint-ignored"), "checkpoint-ignored", WARNED),
         (ev.StorageWaited(**WAITED), "storage-waited", WAITED),
@@ -77,7 +78,6 @@ COMMITTED = {"checkpoint": "c9", "checkpoint_uri": "s3://b/llama/c9", "size_byte
             {**COMMITTED, "metrics": {"loss": 0.5, "acc": "nan", "text": "x"}},
         ),
     ],
-    ids=lambda value: getattr(value, "kind", ""),
 )
 def test_an_event_is_told_by_its_name_with_its_payload(event: ev.Event, name: str, payload: dict[str, Any]) -> None:
     event = event.model_copy(update={"at": T + 20, "attempt": event.attempt or 1, "sequence": 9})
@@ -92,39 +92,28 @@ def test_a_wait_for_capacity_is_told_once_and_the_ordinary_course_of_things_not(
     assert names == ["started", "waiting-for-capacity", "workers-started", "waiting-for-capacity"]
 
 
-@pytest.mark.parametrize(("order", "best"), [("max", ["c1", "c3"]), ("min", ["c1", "c2"])])
-def test_a_checkpoint_that_is_the_best_so_far_is_told_as_that_too(order: str, best: list[str]) -> None:
-    made = [committed(1, acc=0.5), committed(2, acc=0.25), committed(3, acc=0.75), committed(4, acc=0.6), committed(5)]
-    told = _told(STARTED, *made, score_attribute="acc", score_order=order)
-    assert sum(one.name == f"{PREFIX}checkpoint" for one in told) == 5
-    found = [one.payload for one in told if one.name == f"{PREFIX}best-checkpoint"]
-    assert [one["checkpoint_uri"] for one in found] == [f"s3://b/llama/{name}" for name in best]
-    assert (found[0]["score_attribute"], found[0]["score"]) == ("acc", 0.5)
+def test_a_checkpoint_that_is_the_best_so_far_is_told_as_that_too() -> None:
+    made = [committed(1, acc=0.5), committed(2, acc=0.25), committed(3, acc=0.75), committed(4)]
+    told = [(one.name.removeprefix(PREFIX), one.payload) for one in _told(STARTED, *made, score_attribute="acc")]
+    names = ["started", "checkpoint", "best-checkpoint", "checkpoint", "checkpoint", "best-checkpoint", "checkpoint"]
+    assert [name for name, _ in told] == names
+    best = {"checkpoint_uri": "s3://b/llama/c3", "score_attribute": "acc", "score": 0.75}
+    assert told[5][1].items() >= best.items()
 
 
-EXTREME: list[ev.Event] = [
-    STARTED.model_copy(update={"attempt": 2, "previous_end": BIG, "notes": [BIG] * 3}),
+EXTREME = [
     ev.WorkerFailed(
         causes=[Cause([*range(rank, 20_000, 200)], "bad" * 80, traceback=BIG[:20_000]) for rank in range(200)],
         retried=True,
     ),
-    ev.LoopWarned(problem="no-checkpoint", message=BIG),
     committed(1, **{BIG: 0.5, "acc": math.inf, **{f"metric {number}": 0.5 for number in range(5000)}}),
     committed(1, acc=0.5, text=BIG, tokens=list(range(100_000))),
 ]
 
 
-@pytest.mark.parametrize("event", EXTREME, ids=lambda event: event.kind)
+@pytest.mark.parametrize("event", EXTREME)
 def test_an_event_is_small_whatever_happened(event: ev.Event) -> None:
     assert _told(STARTED, event, score_attribute="acc")[1:]
-
-
-def test_an_event_is_the_same_whenever_it_is_told_and_no_two_are_alike() -> None:
-    events: list[ev.Event] = [STARTED, GROUP, committed(3, acc=1), committed(4, acc=2)]
-    events += [event.model_copy(update={"attempt": 2}) for event in events]
-    told = _told(*events, score_attribute="acc")
-    assert told == _told(*events, score_attribute="acc")
-    assert len({(one.name, one.key) for one in told}) == len(told) >= 11
 
 
 def test_the_end_tells_what_there_was() -> None:
@@ -136,7 +125,6 @@ def test_the_end_tells_what_there_was() -> None:
         report.add(event)
     told = end_event(report, "completed", T + 61, "all went well")
     assert (told.name, told.at) == (f"{PREFIX}completed", T + 61)
-    account = report.tally.account()
     expected = {
         **BASE,
         "outcome": "completed",
@@ -149,11 +137,10 @@ def test_the_end_tells_what_there_was() -> None:
         "driver_restarts": 0,
         "reports_lost": 2,
         "storage_wait_seconds": 0.0,
-        "goodput": account.goodput,
-        "time": account.model_dump(),
+        "goodput": report.tally.account().goodput,
     }
     assert told.payload | expected == told.payload
-    assert account.wall_seconds == 60
+    assert told.payload["time"]["wall_seconds"] == 60
     report.add(ev.Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
     assert len(json.dumps(end_event(report, "timed-out", T + 61, BIG).payload, allow_nan=False)) < 64_000
 

@@ -51,7 +51,7 @@ def test_a_directory_that_cannot_be_used_is_said_with_what_to_do(tmp_path: Path)
 
 
 def test_a_mount_without_hard_links_is_refused(disk: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -73,10 +73,6 @@ class Unfit(MemoryFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         return [] if "hides" in path else super().ls(path, detail, **options)
-
-    def find(self, path: str, *arguments: Any, **options: Any) -> Any:
-        self.asked.append("find")
-        return super().find(path, *arguments, **options)
 
     def rm_file(self, path: str) -> None:
         self.asked.append("delete")
@@ -116,7 +112,6 @@ def test_a_store_without_its_package_is_refused_with_the_package() -> None:
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [({"bucket_path": "no-such-bucket/runs"}, "no such bucket"), ({"access_key_id": "AKIA" + "Z" * 16}, "credentials")],
-    ids=["bucket", "keys"],
 )
 def test_a_wrong_bucket_and_wrong_keys_are_said_at_once(
     s3_settings: S3StorageSettings, proxy: FaultProxy, changed: dict[str, str], kind: str
