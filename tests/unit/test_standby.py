@@ -27,13 +27,6 @@ from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 GIB, NODE = 2**30, "ab" * 28
 
 
-class Answer:
-    """What an actor was asked."""
-
-    def __init__(self, actor: Actor, said: Any) -> None:
-        self.actor, self.said = actor, said
-
-
 class Actor:
     """An actor that is warm, boots still, or is gone."""
 
@@ -43,7 +36,7 @@ class Actor:
 
     def _execute(self, function: Any, *arguments: Any) -> Any:
         self.done.append((function, arguments))
-        return Answer(self, (GIB, _metadata(self.node)))
+        return SimpleNamespace(actor=self, said=(GIB, _metadata(self.node)))
 
 
 def _metadata(node: str, *gpus: str) -> ActorMetadata:

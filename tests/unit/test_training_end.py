@@ -112,6 +112,7 @@ def _specs(processes: Mock) -> list[Any]:
 
 
 COMMITTED = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1)
+BEGUN = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist", left={"driver restart": 1000})
 LOST = AttemptEnded(attempt=1, outcome=Outcome.CLUSTER_LOST, message="no cluster answers")
 COMPLETED = AttemptEnded(attempt=2, outcome=Outcome.COMPLETED, result={"run_name": "mnist", "run_uri": "/r/mnist"})
 
@@ -128,8 +129,10 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
     processes: Mock, commits: bool
 ) -> None:
     processes.attempts = [[COMMITTED, LOST] if commits else [LOST], [COMPLETED]]
-    training = make_training(_loop, failures=FailureBudget(driver_restart_delay_seconds=40))
-    assert "cluster_lost: no cluster answers" in str(_fail(training))
+    training = make_training(_loop, run_name="mnist", failures=FailureBudget(driver_restart_delay_seconds=40))
+    error = _fail(training)
+    assert str(error) == "training 'mnist', attempt 1: cluster_lost: no cluster answers"
+    assert (error.outcome, error.attempt, error.final) == (Outcome.CLUSTER_LOST, 1, False)
     assert not processes.close.called
     result: Any = training.attempt()
     assert result.run_name == "mnist"
@@ -142,8 +145,7 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_still_has_of_retries(
     processes: Mock, commits: list[int], retryable: bool
 ) -> None:
-    begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist", left={"driver restart": 1000})
-    processes.attempts = [[begun, *[COMMITTED] * committed, LOST] for committed in commits]
+    processes.attempts = [[BEGUN, *[COMMITTED] * committed, LOST] for committed in commits]
     training = make_training(_loop, failures=FailureBudget(driver_restarts=2, forgive_after_seconds=0))
     assert [_fail(training).retryable for _ in commits][-1] == retryable
 
@@ -210,7 +212,7 @@ def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_th
     written = Mock()
     monkeypatch.setattr(supervision.Variable, "set", written)
     training = make_training(_loop)
-    processes.attempts = [[AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"), LOST]]
+    processes.attempts = [[BEGUN, LOST]]
     _fail(training)
     uri = getattr(answer, "value", "")
     has_answer = not isinstance(answer, Exception)
@@ -238,9 +240,8 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     raised = 'Traceback (most recent call last):\n  File "train.py", line 3, in loop\nValueError: the data is bad'
     broken = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4183"
     causes = [Cause([0], broken, is_consequence=True), Cause([1], "ValueError: the data is bad", traceback=raised)]
-    begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist")
     failed = WorkerFailed(causes=causes, retried=outcome is not Outcome.USER_ERROR)
-    processes.attempts = [[begun, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
+    processes.attempts = [[BEGUN, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
     monkeypatch.setattr(task, "_task", lambda training: Training.attempt)
     with pytest.raises(AttemptFailedError) as error:
         elastic_train(_loop)
