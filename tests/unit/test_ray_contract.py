@@ -89,7 +89,7 @@ def test_every_symbol_of_ray_in_use_exists() -> None:
 
 
 #: Where Ray has the private attributes of its objects and classes that are called, read, set or overridden.
-OWNERS: list[tuple[Any, str]] = [
+OWNERS = [
     (
         WorkerGroup,
         "_assign_worker_ranks _clear_state _create_placement_group _create_workers _get_worker_runtime_env "
@@ -183,7 +183,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in inspect.signature(function).parameters.values()]
 
 
-HOOKED: list[type] = [
+HOOKED = [
     our_scaling_policy.RunScalingPolicy,
     callbacks.RunCallback,
     worker_callbacks.WorkerHooks,
@@ -210,8 +210,8 @@ def test_every_hook_of_ours_is_one_that_ray_calls_with_the_same_arguments(owner:
 
 
 _ACTOR = coordinator._AutoscalingCoordinatorActor
-_COORDINATOR: Any = getattr(_ACTOR, "__ray_actor_class__", _ACTOR)
-SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
+_COORDINATOR = getattr(_ACTOR, "__ray_actor_class__", _ACTOR)
+SIGNATURES = [
     (client.TrainAutoscalingCoordinatorClient.__init__, ["self", "requester_id"]),
     (_COORDINATOR.get_reserved_resources, ["self", "requester_id", "recompute"]),
     (context.TrainContext._sync_checkpoint_dir_name_across_ranks, ["self", "checkpoint_dir_name"]),

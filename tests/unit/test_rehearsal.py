@@ -270,7 +270,7 @@ class _InjectedTraining:
         self.killed: list[int] = []
         self.trace, self.outage = Trace(), folder / "outage"
         patch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: self.killed.append(pid)))
-        sandbox: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
+        sandbox = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
         limits = {"counter": "step", "target": math.inf, "timeout_seconds": 60.0, **more}
         self.injector = FaultInjector(sandbox, [*faults], log=lambda line: None, **limits)
         self.scenario = self.injector.inject_faults(self.trace)
@@ -404,7 +404,7 @@ def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed
 ) -> None:
     folders = list[Path]()
 
-    def interrupt(sandbox: Sandbox) -> None:
+    def interrupt(sandbox):
         folders.append(sandbox.folder)
         raise KeyboardInterrupt
 

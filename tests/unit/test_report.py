@@ -258,7 +258,7 @@ def test_a_long_curve_keeps_its_peaks_and_little_else(count: int) -> None:
 
 @pytest.mark.parametrize(("order", "best"), [("max", "c"), ("min", "e")])
 def test_the_best_checkpoint_is_the_best_by_the_score_and_of_two_equals_the_later(order: str, best: str) -> None:
-    scores: dict[str, Any] = {"a": math.nan, "b": 0.9, "c": 0.9, "d": 0.1, "e": 0.1, "f": math.nan, "g": "high"}
+    scores = {"a": math.nan, "b": 0.9, "c": 0.9, "d": 0.1, "e": 0.1, "f": math.nan, "g": "high"}
     scores |= dict.fromkeys(map(str, range(50)), 0.5)
     made = [committed(30, name, acc=score) for name, score in scores.items()]
     report = report_of(started(), group(), *made, committed(60, "i"), score_attribute="acc", score_order=order)
@@ -366,7 +366,7 @@ def test_values_are_formatted_briefly() -> None:
 
 def test_the_picture_is_an_svg_without_a_background_whatever_metrics_are_called() -> None:
     assert draw(RunReport(run_name="llama"), 0) == "", "nothing yet"
-    curves: dict[str, list[float]] = {
+    curves = {
         "loss": [0.5],
         "a|b": [0.0, 0.0],
         "$x^2$": [1e300, -1e300, 5e-324],
@@ -437,10 +437,10 @@ def test_no_text_breaks_the_report(text: str) -> None:
 
 
 _MORE = [
-    *(started(attempt, notes=["a"], checkpoint=name, inherited={"loss": 1}) for attempt, name in ((1, ""), (2, "a"))),
+    started(2, notes=["a"], checkpoint="a", inherited={"loss": 1}),
     *(ev.StateChanged(state=state) for state in ("SCHEDULING", "PREEMPTING", "SHUTTING_DOWN")),
     *(reported(0, loss=loss, step=3, total_steps=9) for loss in (1, math.nan, "high")),
-    *(committed(0, name, loss=loss) for name, loss in (("a", 1), ("b", -1e300))),
+    committed(0, "b", loss=-1e300),
     *(ended(outcome, already_finished=False) for outcome in Outcome),
 ]
 _EVENTS = st.builds(

@@ -41,7 +41,7 @@ def _write(filesystem: Any, path: str, data: bytes = b"late") -> None:
 
 
 def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[dict[str, Any]] = []
+    reported = []
     worker = SimpleNamespace(
         report=lambda metrics, *more: reported.append(metrics),
         get_all_reported_checkpoints=None,
@@ -55,7 +55,7 @@ def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.Mon
     WorkerHooks(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
     arrays = [np.int64(3), np.array([7]), np.arange(3), torch.tensor(1.5), {np.int64(2): np.float64(0.25)}]
     objects = [Path("/data/rows"), date(2026, 1, 31), b"\xff", object]
-    metrics: dict[Any, Any] = {"loss": np.float32(0.5), "best": np.bool_(True), "arrays": arrays, "objects": objects}
+    metrics = {"loss": np.float32(0.5), "best": np.bool_(True), "arrays": arrays, "objects": objects}
     DistributedTrainFnUtils().report({True: 1, (1, 2): None, **metrics})
     [plain] = reported
     assert plain.pop("objects") == ["/data/rows", "2026-01-31", "_w==", "<class 'object'>"]
@@ -201,7 +201,7 @@ def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
     ray.report(PING)
 
-    def fail(*_: Any, **__: Any) -> bool:
+    def fail(*_, **__):
         monkeypatch.undo()
         raise error
 

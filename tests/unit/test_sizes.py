@@ -95,7 +95,7 @@ def find_finished(folder: str) -> TrainingResult:
     return supervisor.hear_all()
 
 
-STRANGE: dict[str, Any] = {
+STRANGE = {
     "loss": 0.5,
     "n" * 100_000: "x" * 1_000_000,
     "caf\udce9": "caf\udce9",

@@ -52,8 +52,7 @@ def ray_snapshots(draw: st.DrawFn) -> dict[str, Any]:
         # Evicted checkpoints may stay in these lists of Ray.
         **{name: draw(st.lists(st.sampled_from(NAMES), unique=True)) for name in _STATUS_LISTS},
     )
-    parsed: dict[str, Any] = json.loads(state.json())
-    return parsed
+    return json.loads(state.json())
 
 
 def _ray_loads(snapshot: dict[str, Any], folder: Path) -> CheckpointManager:
@@ -133,7 +132,7 @@ _SCORES = st.one_of(
 def test_the_best_scored_checkpoints_and_the_newest_are_kept_and_one_without_a_score_is_never_the_best(
     reports: list[dict[str, Any]], keep: int, order: Any
 ) -> None:
-    scored: list[tuple[float, int]] = []
+    scored = []
     for number, metrics in enumerate(reports):
         loss = metrics.get("loss")
         if isinstance(loss, int | float) and loss != 10**400 and math.isfinite(loss):

@@ -135,7 +135,7 @@ def test_trainings_of_two_threads_send_a_script_without_disturbing_one_another(t
     module = _import(tmp_path, "a_script_sent_twice", SCRIPT)
     slow, sent = _Slow(), list[bytes]()
 
-    def send() -> None:
+    def send():
         # Pickled in this order: the function goes by value only if its module still does after the wait.
         config = {"slow": slow, "function": module.loop}
         sent.append(dump_payload(Payload(train_loop="package.module:loop", train_loop_config=config)))

@@ -49,15 +49,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A cluster that answers at once, and what it has booted and ended."""
     found = SimpleNamespace(booted=[], ended=[], told=[], nodes={}, devices={})
 
-    def get(asked: Any, timeout: float) -> Any:
+    def get(asked, timeout):
         if asked.actor.state == "gone":
             raise RuntimeError("the actor died")
         if asked.actor.state == "boots":
             raise GetTimeoutError
         return asked.said
 
-    def remote(**how: Any) -> Any:
-        def boot() -> Actor:
+    def remote(**how):
+        def boot():
             found.booted.append(how)
             return Actor("new", NODE, "boots")
 
@@ -77,7 +77,7 @@ def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
-        worker: Any = SimpleNamespace(metadata=_metadata(node))
+        worker = SimpleNamespace(metadata=_metadata(node))
         pool._parked.append(Standby(actor, worker, visible, actor._execute(None), metadata))
     return pool
 

@@ -55,7 +55,7 @@ def _as_other_stores_say(status: int) -> list[Exception]:
 HERE = LocalStorageSettings(path="/runs")
 
 #: By kind of fault, codes with HTTP statuses, or exceptions.
-ANSWERS: dict[str | None, str] = {
+ANSWERS = {
     "busy": """SlowDown/503 ServiceUnavailable/503 InternalError/500 RequestTimeout/400 TooManyRequests/429
         Throttling/400 ThrottlingException/403 BadDigest/400 IncompleteBody/400 OperationAborted/409
         ConditionalRequestConflict/409 XMinioServerNotInitialized/503 SlowDown/0 408/408 429/429 500/500 502/502""",
@@ -72,7 +72,7 @@ ANSWERS: dict[str | None, str] = {
     None: "NoSuchKey/404 404/404 PreconditionFailed/412 412/412 409/409 416/416 NoSuchUpload/404",
 }
 #: By kind of fault, names of exceptions in a module.
-CLASSES: dict[str | None, list[tuple[Any, str]]] = {
+CLASSES = {
     "connection": [
         (
             botocore.exceptions,
@@ -96,14 +96,14 @@ CLASSES: dict[str | None, list[tuple[Any, str]]] = {
     None: [(builtins, "FileExistsError ValueError")],
 }
 #: By kind of fault, errors of the kernel.
-ERRNOS: dict[str | None, str] = {
+ERRNOS = {
     "busy": "EIO ESTALE EAGAIN EBUSY ENOTCONN EHOSTUNREACH ENOTEMPTY",
     "no space": "ENOSPC EDQUOT",
     "read-only": "EROFS EACCES EPERM",
     None: "ENOENT",
 }
 _TLS = botocore.exceptions.SSLError(endpoint_url="https://minio:9000", error="UNEXPECTED_EOF_WHILE_READING")
-_TOLD: list[tuple[str | None, Exception]] = [
+_TOLD = [
     *(("busy", error) for error in _as_other_stores_say(503)),
     *(("credentials", error) for error in _as_other_stores_say(403)),
     ("connection", _TLS),
@@ -150,7 +150,7 @@ def _chained(*errors: Exception) -> Exception:
 def test_what_is_permanent_wins_wherever_it_is_in_the_chain_and_the_stores_answer_over_its_clients_error() -> None:
     denied, busy, cut = _refusal("AccessDenied", 403), _refusal("SlowDown", 503), OSError(errno.EIO, "x")
     full = OSError(errno.ENOSPC, "full")
-    chains: dict[str | None, list[tuple[Exception, ...]]] = {
+    chains = {
         "credentials": [(denied, busy), (busy, denied), (ValueError(), busy, denied, busy)],
         "no space": [(full, cut), (cut, full), (TimeoutError(), full, cut)],
         "busy": [(cut, busy), (full, busy), (cut, ValueError(), cut)],  # the last one is a circle
@@ -231,7 +231,7 @@ def test_what_is_not_about_the_storage_is_raised_as_it_is(call: Any, error: Base
 def test_what_was_repeated_long_enough_is_not_repeated_again_around_it() -> None:
     retries, outer = Retries(0.2), _Flaky(0)
 
-    def nested() -> None:
+    def nested():
         outer()
         retries.call("look at the fence", _Flaky(1e9))
 
@@ -260,7 +260,7 @@ def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
     keys = {"access_key_id": "AKIA", "secret_access_key": SECRET, "session_token": f"token-{SECRET}"}
     other = FsspecStorageSettings(url="gs://bucket/runs", secret_options=f'{{"token": {{"key": ["{SECRET}"]}}}}')
 
-    def fail() -> str:
+    def fail():
         if where == "itself":
             raise error(f"{SECRET} and token-{SECRET} are wrong")
         try:
@@ -297,7 +297,7 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_counted_up_to_its_last_try() -> None:
     ended, started, calls = threading.Event(), time.monotonic(), list[int]()
 
-    def operation() -> None:
+    def operation():
         calls.append(threading.get_ident())
         if not ended.is_set():
             raise TimeoutError

@@ -67,7 +67,7 @@ def test_a_run_is_below_its_storage_and_repeats_for_as_long_as_it_is_told(settin
 )
 def test_no_text_of_a_storage_holds_a_secret_and_a_copy_has_them_all(settings: Any) -> None:
     storage = Storage(settings)
-    run: Any = storage.run("mnist")
+    run = storage.run("mnist")
     for one in (settings, storage, run, run.retries, settings.model_dump_json()):
         assert SECRET not in f"{one!r} {one}"
     copy = pickle.loads(pickle.dumps(settings))

@@ -73,10 +73,10 @@ def test_a_passing_error_of_the_disk_is_absorbed_and_a_full_one_told_at_once(
     source.chmod(0o400)
     run.replace("ckpt/other", b"")
     passes = number == errno.EIO
-    module: Any = shutil if function == "copyfile" else os
+    module = shutil if function == "copyfile" else os
     real, calls = getattr(module, function), list[Any]()
 
-    def fail(*arguments: Any, **options: Any) -> Any:
+    def fail(*arguments, **options):
         calls.append(arguments)
         is_last = passes and len(calls) > 2
         done = real(*arguments, **options) if after or is_last else None
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
     store.create("ckpt/model.pt", b"12345")
     scandir = os.scandir
 
-    def fail(path: str) -> object:
+    def fail(path):
         if str(path).endswith("ckpt"):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return scandir(path)
@@ -150,7 +150,7 @@ def test_a_folder_is_deleted_that_somebody_still_writes_into_and_links_are_not_f
     Path(run.path, "ckpt/link").symlink_to(tmp_path)
     rmdir, late = os.rmdir, iter([Path(run.path, "ckpt/late")])
 
-    def write_late(*arguments: Any, **options: Any) -> None:
+    def write_late(*arguments, **options):
         for path in late:
             path.write_bytes(b"late")
         rmdir(*arguments, **options)
@@ -172,7 +172,7 @@ def test_what_shows_that_a_rank_has_stored_its_part_is_stored_after_all_the_rest
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
 
-    def note(source: Any, target: Any) -> None:
+    def note(source, target):
         order.append(os.path.relpath(target, Path(store.path, "ckpt")))
         if order[-1] == failing:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -25,7 +25,7 @@ from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
 from prefect_elastic_train import ElasticScaling, FailureBudget
 from prefect_elastic_train.core.causes import Cause
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, WorkerFailed
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, WorkerFailed
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
@@ -40,7 +40,7 @@ def _loop() -> None:
 
 
 #: Errors by the end of a training that they cause, if its job does not go on. Empty: it depends on who wanted the end.
-ENDS: dict[str, list[BaseException]] = {
+ENDS = {
     "": [TerminationSignal(signal=15), Stop()],
     "cancelled": [
         Stop("1"),
@@ -77,7 +77,7 @@ def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     processes: Mock, monkeypatch: pytest.MonkeyPatch, reason: BaseException, terminated: bool, goes_on: bool
 ) -> None:
     monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1)
-    training: Any = make_training(_loop)
+    training = make_training(_loop)
     training._enter(TrainingState.RUNNING)
     training._is_end_requested = lambda: False
     monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1 + terminated)  # one came before the call
@@ -90,7 +90,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The processes of the test's training, which play its ``attempts`` in a task of Prefect and are shown nowhere."""
     played = Mock()
 
-    def run_attempt(spec: Any) -> Event:
+    def run_attempt(spec):
         *events, ended = played.attempts.pop(0)
         for event in events:
             played.make.call_args.args[1].on_event(event, False)
@@ -128,13 +128,15 @@ def _fail(training: Training) -> AttemptFailedError:
 def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_once_if_it_has_committed_anything(
     processes: Mock, commits: bool
 ) -> None:
-    processes.attempts = [[COMMITTED, LOST] if commits else [LOST], [COMPLETED]]
+    processes.attempts = [[COMMITTED, LOST] if commits else [LOST.model_copy(update={"attempt": 0})], [COMPLETED]]
     training = make_training(_loop, run_name="mnist", failures=FailureBudget(driver_restart_delay_seconds=40))
     error = _fail(training)
-    assert str(error) == "training 'mnist', attempt 1: cluster_lost: no cluster answers"
-    assert (error.outcome, error.attempt, error.final) == (Outcome.CLUSTER_LOST, 1, False)
+    assert (
+        str(error) == f"training 'mnist', {'attempt 1' if commits else 'the driver'}: cluster_lost: no cluster answers"
+    )
+    assert (error.outcome, error.attempt, error.final) == (Outcome.CLUSTER_LOST, commits, False)
     assert not processes.close.called
-    result: Any = training.attempt()
+    result = training.attempt()
     assert result.run_name == "mnist"
     assert [40 <= call.args[0] <= 48 for call in processes.wait.mock_calls] == [True] * (not commits)
     processes.close.assert_called_once()
@@ -251,7 +253,7 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
 def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_its_cluster_is_ended(
     processes: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(training: Training) -> None:
+    def interrupted(training):
         _fail(training)
         raise KeyboardInterrupt
 
@@ -283,7 +285,7 @@ def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_log
 ) -> None:
     began, ended = threading.Event(), threading.Event()
 
-    def run(training: Training) -> None:
+    def run(training):
         began.set()
         assert training.cancelled.wait(10)
         time.sleep(0.2)
@@ -347,7 +349,7 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
     parent = Mock(join=ended.wait)
     monkeypatch.setattr(flow_run_state.multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
-    flows: list[Any] = [SimpleNamespace(detached=flow) for flow in detached]
+    flows = [SimpleNamespace(detached=flow) for flow in detached]
     flow_run_state.exit_with_flow_process(flows)
     assert not exited.is_set()
     ended.set()

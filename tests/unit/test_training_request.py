@@ -58,7 +58,7 @@ BLOCKS = Dataset(
     LogicalPlan(InputData(input_data=[]), DataContext()), DataContext(), DatasetStats(metadata={}, parent=None)
 )
 
-REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+REFUSED = [
     ({"train_loop": 7}, ["must be a function or the import path of one, got int"]),
     ({"train_loop": two}, ["'two' has the parameters (config, other)"]),
     ({"train_loop": later}, ["'later' is async or a generator: calling it runs nothing", "asyncio.run(...)"]),
@@ -107,7 +107,7 @@ def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: py
     assert (spec.scaling.min_workers, spec.scaling.max_workers, spec.poll_interval_seconds) == (1, 1, 0.1)
 
 
-PASSED: dict[str, Any] = {
+PASSED = {
     "scaling": ElasticScaling(min_workers=2, max_workers=64),
     "failures": FailureBudget(driver_restarts=7),
     "checkpoints": CheckpointPolicy(keep=3),
@@ -214,7 +214,7 @@ def test_a_storage_is_also_a_directory_which_stays_that_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str | Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    storage: Any = make_training(loop, storage=directory).blocks.storage
+    storage = make_training(loop, storage=directory).blocks.storage
     monkeypatch.chdir("/")
     assert (type(storage), storage.path) == (LocalStorage, str(tmp_path / "runs"))
 
