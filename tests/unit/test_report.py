@@ -271,17 +271,13 @@ A, B, C = (physical_name(name, attempt=1, report=number) for number, name in enu
 COPY = physical_name("copy", attempt=0)
 
 
-@pytest.mark.parametrize(
-    ("resumed", "names", "best"), [(C, [A, B, C], C), (B, [A, B], B), (A, [A], A), (COPY, [COPY], COPY), ("", [], None)]
-)
-def test_an_attempt_keeps_the_checkpoints_up_to_that_from_which_it_resumes(
-    resumed: str, names: list[str], best: str | None
-) -> None:
+@pytest.mark.parametrize(("resumed", "names"), [(C, [A, B, C]), (B, [A, B]), (COPY, [COPY]), ("", [])])
+def test_an_attempt_keeps_the_checkpoints_up_to_that_from_which_it_resumes(resumed: str, names: list[str]) -> None:
     made = [committed(30 + n, name, acc=n) for n, name in enumerate([A, B, C])]
     start = started(2, 50, checkpoint=resumed, inherited={"acc": -1} if resumed == COPY else {})
     report = report_of(started(), group(), *made, start, score_attribute="acc")
     assert [made.name for made in report.checkpoints] == names
-    assert (report.best and report.best.name) == best
+    assert (report.best.name if report.best else "") == resumed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
@@ -40,7 +41,9 @@ def _write(filesystem: Any, path: str, data: bytes = b"late") -> None:
             stream.write(data[start : start + 100])
 
 
-def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_the_context_of_its_run_and_metrics_of_any_type_are_reported_as_json_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reported = []
     worker = SimpleNamespace(
         report=lambda metrics, *more: reported.append(metrics),
@@ -52,7 +55,9 @@ def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.Mon
     monkeypatch.setattr(context, "_train_context", worker)
     monkeypatch.setattr(run_context, "current", None)  # put back afterwards
     monkeypatch.setattr(worker_callbacks, "silence_ray_train", lambda: None)  # other tests of this process log
-    WorkerHooks(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
+    run = RunContext("mnist", "1", 1, "", "")
+    pickle.loads(pickle.dumps(WorkerHooks(run))).after_init_train_context()
+    assert run_context.run_context() == run
     arrays = [np.int64(3), np.array([7]), np.arange(3), torch.tensor(1.5), {np.int64(2): np.float64(0.25)}]
     objects = [Path("/data/rows"), date(2026, 1, 31), b"\xff", object]
     metrics = {"loss": np.float32(0.5), "best": np.bool_(True), "arrays": arrays, "objects": objects}
@@ -82,7 +87,6 @@ def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the
         commit = RunDirectory(store).newest_commit
         assert checkpoint_names(commit.snapshot) == list(commit.manifest) == names[: number + 1]
         kept = RunDirectory(store).commit_ids
-        assert kept[-5:] == [(1, number + 1 - ago) for ago in range(min(5, number + 1))][::-1]
         assert len(kept) <= 7, "full commits on which nothing builds any more are left"
         assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost its full commit"
     assert listed == [1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 2, 3, 4, 14, 1, 2]
@@ -115,7 +119,7 @@ def test_what_a_validation_adds_to_a_checkpoint_that_was_listed_before_is_commit
     assert commit.snapshot["validated_checkpoint_dir_names"] == ["checkpoint_0"]
 
 
-@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
+@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear])
 def test_nothing_is_begun_or_removed_while_the_list_that_the_newest_commit_adds_to_is_lost(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, lose: Callable[[LocalRunStore, str], object]
 ) -> None:
@@ -148,8 +152,6 @@ def test_a_snapshot_is_a_commit_once_it_is_closed_and_whole(store: LocalRunStore
     assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([], None)
     _write(filesystem, path, whole)
     assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], whole)
-    with filesystem.open_input_stream(path) as stream:
-        assert json.loads(stream.read()) == json.loads(whole)
 
 
 #: Methods of pyarrow's filesystem, and what follows the run's path in their arguments; and two ways to write.

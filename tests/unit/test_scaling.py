@@ -50,7 +50,7 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("values", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("values", "says"), REFUSED)
 def test_what_ray_could_not_place_is_refused_with_what_to_do(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ScalingSettings(**values)

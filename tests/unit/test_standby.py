@@ -1,7 +1,5 @@
 """Which standby workers are booted, and which are taken, as far as that needs no cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

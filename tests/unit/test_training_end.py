@@ -1,7 +1,5 @@
 """What Prefect is told of the end of a training, and what is done about one whose next attempt does not come."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -83,6 +81,16 @@ def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1 + terminated)  # one came before the call
     assert training.keeps_job(reason) is goes_on
     assert (training._state is TrainingState.DETACHING) is goes_on
+
+
+@pytest.fixture
+def prefect_api(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The client of Prefect's API."""
+    client = MagicMock()
+    client.__enter__.return_value = client
+    for module in (flow_run_state, report_publisher):
+        monkeypatch.setattr(module, "get_client", lambda sync_client: client)
+    return client
 
 
 @pytest.fixture
@@ -205,11 +213,9 @@ def test_a_time_limit_moves_with_the_wall_clock_in_the_driver_only(
 
 @pytest.mark.parametrize("answer", [ConnectionError("no answer"), None, SimpleNamespace(value="/old")])
 def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_the_api(
-    processes: Mock, monkeypatch: pytest.MonkeyPatch, answer: Any
+    processes: Mock, prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
-    client = Mock()
-    client.read_variable_by_name.side_effect = [answer]
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    prefect_api.read_variable_by_name.side_effect = [answer]
     monkeypatch.setattr(supervision, "saved_name", lambda block: "training-storage-directory/lab")
     written = Mock()
     monkeypatch.setattr(supervision.Variable, "set", written)
@@ -224,15 +230,13 @@ def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_th
 
 @pytest.mark.parametrize(("state", "creates"), [("taken over", False), ("interrupted", True)])
 def test_a_process_that_another_one_has_replaced_does_not_hide_its_report_by_a_new_one(
-    monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
+    prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
 ) -> None:
-    client = MagicMock()
-    monkeypatch.setattr(report_publisher, "get_client", lambda sync_client: client)
     publisher = report_publisher.Publisher(RunReport(run_name="mnist"), pytest.fail)
     monkeypatch.setattr(publisher, "_written_at", math.inf)  # it writes at its end only
     publisher.start()
     publisher.end(state, is_published=True)
-    assert client.__enter__.return_value.create_artifact.called is creates
+    assert prefect_api.create_artifact.called is creates
 
 
 @pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
@@ -322,21 +326,19 @@ def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state:
     [([100, 90], True, 100.0), ([], True, 0.0), (None, True, 500.0), ([], False, 500.0)],
 )
 def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_now_if_that_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, reporting: bool, until: float
+    prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, published: list[int] | None, reporting: bool, until: float
 ) -> None:
     monkeypatch.setattr(supervision, "get_settings", lambda: ElasticTrainSettings(reporting=reporting))
     training = make_training(_loop, run_name="mnist")
-    client = Mock()
     if published is None:
-        client.read_events.side_effect = ConnectionError
+        prefect_api.read_events.side_effect = ConnectionError
     else:
-        client.read_events.return_value.events = [
+        prefect_api.read_events.return_value.events = [
             SimpleNamespace(occurred=datetime.fromtimestamp(at)) for at in published
         ]
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
     monkeypatch.setattr(supervision, "time", Mock(time=lambda: 500.0))
     assert training.logged_until() == pytest.approx(until, abs=1e-5)
-    wanted = client.read_events.call_args.args[0]
+    wanted = prefect_api.read_events.call_args.args[0]
     assert wanted.resource.id == ["elastic-train.run.mnist"]
     assert wanted.related.id == [f"prefect.flow-run.{training.request.owner.flow_run_id}"]
 
@@ -357,20 +359,16 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
 
 
 def test_all_flow_runs_around_a_training_are_one_request_and_errors_of_the_api_end_no_training(
-    monkeypatch: pytest.MonkeyPatch,
+    prefect_api: MagicMock,
 ) -> None:
     ids = [str(uuid4()) for _ in range(3)]
     ended = [FlowRun(id=one, flow_id=uuid4()) for one in ids[1:]]
-    client = MagicMock()
-    client.__enter__.return_value.read_flow_runs = read = Mock(
-        side_effect=chain([[], ConnectionError("429")], repeat(ended))
-    )
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: client)
+    prefect_api.read_flow_runs.side_effect = chain([[], ConnectionError("429")], repeat(ended))
     watch = flow_run_state.FlowRunWatch(ids, 0.01)
     wait_for(lambda: watch.ended, 10, "the end of a flow run")
     watch.close()
     assert watch.ended == ids[-1]
-    client.__enter__.assert_called_once()
-    wanted = read.call_args.kwargs["flow_run_filter"]
+    prefect_api.__enter__.assert_called_once()
+    wanted = prefect_api.read_flow_runs.call_args.kwargs["flow_run_filter"]
     assert [*map(str, wanted.id.any_)] == ids
     assert [kind.value for kind in wanted.state.type.any_] == ["CANCELLING", "CANCELLED", "FAILED"]

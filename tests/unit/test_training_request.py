@@ -77,7 +77,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: "-".join(value)[:40])
+@pytest.mark.parametrize(("arguments", "words"), REFUSED)
 def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as refused:
         make_training(**{"train_loop": loop, **arguments})
@@ -186,7 +186,6 @@ def test_a_config_may_be_of_any_type_and_its_fields_are_compared_by_name(
 @pytest.mark.parametrize(
     ("scaling", "is_reloaded"),
     [(None, True), ("lab", True), (ElasticScaling(), False)],
-    ids=["setting", "name", "block"],
 )
 def test_a_saved_block_is_loaded_again_at_each_attempt_unless_the_call_passed_it_as_a_block(
     monkeypatch: pytest.MonkeyPatch, scaling: Any, is_reloaded: bool
