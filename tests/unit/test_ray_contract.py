@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,7 +176,7 @@ def test_this_is_the_version_of_ray_that_the_internals_were_read_in() -> None:
     assert ray.__version__.startswith("2.60.")
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _parameters(function):
     return [parameter.name for parameter in inspect.signature(function).parameters.values()]
 
 
@@ -185,8 +185,11 @@ HOOKED = [
     callbacks.RunCallback,
     worker_callbacks.WorkerHooks,
     worker_callbacks.NoDatasets,
+    standby.Standbys,
+    worker_group.RunWorkerGroup,
+    controller.TrainController,
+    train_worker.RayTrainWorker,
 ]
-HOOKED += [standby.Standbys, worker_group.RunWorkerGroup, controller.TrainController, train_worker.RayTrainWorker]
 
 
 @pytest.mark.parametrize("owner", HOOKED)
@@ -221,11 +224,11 @@ def test_what_we_call_and_override_takes_these_arguments() -> None:
     assert [(function, _parameters(function)) for function, _ in SIGNATURES] == SIGNATURES
 
 
-def _tree(function: Callable[..., Any]) -> ast.AST:
+def _tree(function):
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
-def _calls(tree: ast.AST, name: str) -> list[ast.Call]:
+def _calls(tree, name):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if name in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))]
 

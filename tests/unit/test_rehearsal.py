@@ -185,14 +185,13 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     assert found.metrics["step"] == found.undisturbed_metrics["step"] == 30
 
 
-@pytest.mark.parametrize("resumes", [ONCE, SMALLER])
-def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path: Path, resumes: Any) -> None:
-    one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=resumes)
+def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=ONCE)
     for step in (15, 20, 25, 30):
         np.savez(tmp_path / "other" / f"step-{step}" / "weights.npz", renamed=np.ones(2))
     assert compare_trainings(one, other)[1].about == "not comparable"
     np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
-    assert compare_trainings(one, other)[1].about in ("does not restore all state", "depends on the world size")
+    assert compare_trainings(one, other)[1].about == "does not restore all state"
 
 
 def test_a_state_that_is_wrong_after_a_resume_and_repaired_later_is_found(tmp_path: Path) -> None:

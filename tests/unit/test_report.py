@@ -24,34 +24,34 @@ from tests.unit.support import examples
 from tests.unit.test_events import EVENTS
 
 
-def started(attempt: int = 1, at: float = 10, **more: Any) -> ev.AttemptStarted:
+def started(attempt=1, at=10, **more):
     return ev.AttemptStarted(
         at=at, attempt=attempt, run_name="llama", run_uri="/runs/llama", driver_started_at=at - 10, **more
     )
 
 
-def group(at: float = 20, size: int = 4) -> ev.WorkerGroupStarted:
+def group(at=20, size=4):
     return ev.WorkerGroupStarted(at=at, attempt=1, world_size=size)
 
 
-def reported(at: float, **metrics: Any) -> ev.Reported:
+def reported(at, **metrics):
     return ev.Reported(at=at, attempt=1, metrics=metrics, world_size=4)
 
 
-def committed(at: float, name: str = "a", **metrics: Any) -> ev.CheckpointCommitted:
+def committed(at, name="a", **metrics):
     return ev.CheckpointCommitted(at=at, attempt=1, checkpoint=name, size_bytes=3 * 2**20, metrics=metrics)
 
 
-def failed(at: float = 60, **more: Any) -> ev.WorkerFailed:
+def failed(at=60, **more):
     causes = [Cause([1], "ValueError: nan")]
     return ev.WorkerFailed(**{"at": at, "attempt": 1, "causes": causes, "retried": True, **more})
 
 
-def ended(outcome: Outcome, at: float = 100, **more: Any) -> ev.AttemptEnded:
+def ended(outcome, at=100, **more):
     return ev.AttemptEnded(at=at, attempt=1, outcome=outcome, **more)
 
 
-def capacity(at: float, missing: str = "1 GPU", **more: Any) -> ev.WaitingForCapacity:
+def capacity(at, missing="1 GPU", **more):
     needs = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}}
     return ev.WaitingForCapacity(at=at, attempt=1, missing=missing, **needs, **more)
 

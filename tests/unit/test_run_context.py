@@ -32,9 +32,9 @@ def test_the_run_id_stays_over_drivers_flow_runs_changed_configurations_and_a_lo
 
 
 def test_a_run_elsewhere_and_one_that_starts_from_it_have_ids_of_their_own(store: RunStore) -> None:
-    ids = [begin(store).run_id, begin(LocalRunStore(f"{store.path}-elsewhere")).run_id]
-    ids.append(begin(LocalRunStore(f"{store.path}-seeded"), claim(resume_from="mnist")).run_id)
-    assert len(set(ids)) == 3
+    elsewhere = begin(LocalRunStore(f"{store.path}-elsewhere"))
+    seeded = begin(LocalRunStore(f"{store.path}-seeded"), claim(resume_from="mnist"))
+    assert len({begin(store).run_id, elsewhere.run_id, seeded.run_id}) == 3
 
 
 def test_a_loop_can_be_tried_out_without_a_training_and_the_error_says_how() -> None:

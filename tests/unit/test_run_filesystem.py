@@ -37,8 +37,7 @@ from tests.unit.support import begin, empty_snapshot, tear, with_result
 
 def _write(filesystem: Any, path: str, data: bytes = b"late") -> None:
     with filesystem.open_output_stream(path) as stream:
-        for start in range(0, len(data), 100):
-            stream.write(data[start : start + 100])
+        stream.write(data)
 
 
 def test_a_worker_has_the_context_of_its_run_and_metrics_of_any_type_are_reported_as_json_values(

@@ -279,7 +279,7 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 
 
 def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_counted_up_to_its_last_try() -> None:
-    ended, started, calls = threading.Event(), time.monotonic(), list[int]()
+    ended, started, calls = threading.Event(), time.monotonic(), []
 
     def operation():
         calls.append(threading.get_ident())

@@ -19,7 +19,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import Abort, TerminationSignal
-from prefect.states import AwaitingRetry, Cancelling, Failed, Running
+from prefect.states import Cancelling, Failed, Running
 
 from prefect_elastic_train import ElasticScaling, FailureBudget
 from prefect_elastic_train.core.causes import Cause
@@ -312,7 +312,7 @@ def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_log
     assert "never retrieved" not in caplog.text
 
 
-@pytest.mark.parametrize("state", [Cancelling(), Failed(), AwaitingRetry(), Running()])
+@pytest.mark.parametrize("state", [Cancelling(), Failed(), Running()])
 def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any) -> None:
     ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
     client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
