@@ -138,11 +138,9 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 ) -> None:
     processes.attempts = [[COMMITTED, LOST] if commits else [LOST.model_copy(update={"attempt": 0})], [COMPLETED]]
     training = make_training(_loop, run_name="mnist", failures=FailureBudget(driver_restart_delay_seconds=40))
-    error = _fail(training)
-    assert (
-        str(error) == f"training 'mnist', {'attempt 1' if commits else 'the driver'}: cluster_lost: no cluster answers"
-    )
-    assert (error.outcome, error.attempt, error.final) == (Outcome.CLUSTER_LOST, commits, False)
+    error, who = _fail(training), "attempt 1" if commits else "the driver"
+    assert str(error) == f"training 'mnist', {who}: cluster_lost: no cluster answers"
+    assert (error.outcome, error.attempt) == (Outcome.CLUSTER_LOST, commits)
     assert not processes.close.called
     result = training.attempt()
     assert result.run_name == "mnist"
@@ -247,10 +245,11 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     broken = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4183"
     causes = [Cause([0], broken, is_consequence=True), Cause([1], "ValueError: the data is bad", traceback=raised)]
     failed = WorkerFailed(causes=causes, retried=outcome is not Outcome.USER_ERROR)
-    processes.attempts = [[BEGUN, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
+    processes.attempts = [[BEGUN, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError", final=True)]]
     monkeypatch.setattr(task, "_task", lambda training: Training.attempt)
     with pytest.raises(AttemptFailedError) as error:
         elastic_train(_loop)
+    assert error.value.final
     assert str(error.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
 
 
