@@ -131,8 +131,7 @@ def disk() -> Iterator[Storage]:
 @pytest.fixture
 def storage(request: pytest.FixtureRequest) -> Storage:
     """The storage that a test names: ``disk``, ``memory`` or ``s3``."""
-    found: Storage = request.getfixturevalue(request.param)
-    return found
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

@@ -183,12 +183,7 @@ class Training:
         """Write a checkpoint's files as a worker does."""
         run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
         for file, data in (files or {"model.pt": b"weights of " + name.encode()}).items():
-            if not isinstance(self.store, LocalRunStore):
-                self.store.replace(f"{name}/{file}", data)
-                continue
-            path = Path(self.store.path, name, file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            self.store.replace(f"{name}/{file}", data)
 
     def commit(self, name: str, metrics: dict[str, Any] | None = None) -> Any:
         """Commit what was uploaded."""

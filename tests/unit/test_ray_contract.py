@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +24,10 @@ from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallb
 from ray.train.v2._internal.execution import context, scaling_policy
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import TrainControllerState
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client as client
 from ray.train.v2._internal.execution.storage import StorageContext
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.jax.config import _JaxBackend
 from ray.util import tpu
@@ -89,9 +86,9 @@ def test_every_symbol_of_ray_in_use_exists() -> None:
 
 
 #: Where Ray has the private attributes of its objects and classes that are called, read, set or overridden.
-OWNERS: list[tuple[Any, str]] = [
+OWNERS = [
     (
-        WorkerGroup,
+        worker_group.WorkerGroup,
         "_assign_worker_ranks _clear_state _create_placement_group _create_workers _get_worker_runtime_env "
         "_poll_workers_and_collect_errors _start _train_run_context _worker_cls _worker_group_context "
         "_worker_group_state",
@@ -114,7 +111,7 @@ OWNERS: list[tuple[Any, str]] = [
     (scaling_policy.ElasticScalingPolicy, "_get_reserved_resources"),
     (tpu.SlicePlacementGroup, "_head_pgs"),
     (
-        TrainController,
+        controller.RaysTrainController,
         "_health_check_interval_s _make_and_handle_scaling_decision_for_non_running_worker_group "
         "_poll_workers _relax_collectives_during_preemption _run_config _shutdown_worker_group _worker_group",
     ),
@@ -179,17 +176,20 @@ def test_this_is_the_version_of_ray_that_the_internals_were_read_in() -> None:
     assert ray.__version__.startswith("2.60.")
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _parameters(function):
     return [parameter.name for parameter in inspect.signature(function).parameters.values()]
 
 
-HOOKED: list[type] = [
+HOOKED = [
     our_scaling_policy.RunScalingPolicy,
     callbacks.RunCallback,
     worker_callbacks.WorkerHooks,
     worker_callbacks.NoDatasets,
+    standby.Standbys,
+    worker_group.RunWorkerGroup,
+    controller.TrainController,
+    train_worker.RayTrainWorker,
 ]
-HOOKED += [standby.Standbys, worker_group.RunWorkerGroup, controller.TrainController, train_worker.RayTrainWorker]
 
 
 @pytest.mark.parametrize("owner", HOOKED)
@@ -210,8 +210,8 @@ def test_every_hook_of_ours_is_one_that_ray_calls_with_the_same_arguments(owner:
 
 
 _ACTOR = coordinator._AutoscalingCoordinatorActor
-_COORDINATOR: Any = getattr(_ACTOR, "__ray_actor_class__", _ACTOR)
-SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
+_COORDINATOR = getattr(_ACTOR, "__ray_actor_class__", _ACTOR)
+SIGNATURES = [
     (client.TrainAutoscalingCoordinatorClient.__init__, ["self", "requester_id"]),
     (_COORDINATOR.get_reserved_resources, ["self", "requester_id", "recompute"]),
     (context.TrainContext._sync_checkpoint_dir_name_across_ranks, ["self", "checkpoint_dir_name"]),
@@ -224,11 +224,11 @@ def test_what_we_call_and_override_takes_these_arguments() -> None:
     assert [(function, _parameters(function)) for function, _ in SIGNATURES] == SIGNATURES
 
 
-def _tree(function: Callable[..., Any]) -> ast.AST:
+def _tree(function):
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
-def _calls(tree: ast.AST, name: str) -> list[ast.Call]:
+def _calls(tree, name):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if name in (getattr(call.func, "attr", ""), getattr(call.func, "id", ""))]
 
@@ -287,7 +287,7 @@ def test_the_folder_of_a_checkpoint_is_created_inside_of_the_transfer_hook_in_th
 def test_states_decisions_and_workers_carry_what_events_do() -> None:
     assert list(scaling_policy.ResizeDecision.__dataclass_fields__) == ["num_workers", "resources_per_worker"]
     assert "world_rank" in context.DistributedContext.__dataclass_fields__
-    assert "distributed_context" in Worker.__dataclass_fields__
+    assert "distributed_context" in standby.Worker.__dataclass_fields__
 
 
 def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates() -> None:
@@ -295,7 +295,7 @@ def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates()
     assert constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR == "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
     assert constants.ENABLE_PRINT_PATCH_ENV_VAR == PRINT_PATCH
     assert PRINT_PATCH in constants.ENV_VARS_TO_PROPAGATE
-    assert WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
+    assert worker_group.WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
     assert RuntimeEnv(env_vars={}).serialize() == RuntimeEnv().serialize() == "{}"
 
 

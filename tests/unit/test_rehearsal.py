@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +32,12 @@ from prefect_elastic_train.rehearsal.runner import rehearse
 from prefect_elastic_train.rehearsal.sandbox import Sandbox, StopTraining
 from prefect_elastic_train.rehearsal.schedule import KINDS, PlannedFault, schedule_faults
 from prefect_elastic_train.rehearsal.trace import Trace
-from tests.support.schedules import poisson
 
 # ------------------------------------------------------------------------------------------ schedules
 
 
 def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
-    for plan in (lambda seed: schedule_faults(KINDS, seed), lambda seed: [*islice(poisson(KINDS, seed, 5.0), 20)]):
-        assert plan(3) == plan(3) != plan(4)
+    assert schedule_faults(KINDS, 3) == schedule_faults(KINDS, 3) != schedule_faults(KINDS, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,7 +49,6 @@ def test_faults_that_change_the_number_of_workers_come_last_and_each_lost_node_i
     assert [fault.kind for fault in schedule_faults(["growth"], seed)] == ["node", "growth"]
     fixed = [fault.kind for fault in schedule_faults(["node", "growth"], seed, can_shrink=False)]
     assert fixed == ["node"], "where the training waits for a node there is nothing to grow"
-    assert {fault.choose("abc") for fault in islice(poisson(KINDS, seed, 5.0), 50)} == {*"abc"}
 
 
 # ------------------------------------------------------------------------------------------ traces
@@ -122,23 +119,23 @@ def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None
 
 
 @pytest.mark.parametrize(
-    ("metrics", "counter"),
+    ("first", "second", "counter"),
     [
-        ([{"epoch": 1, "step": 5}, {"epoch": 1, "step": 6}], "step"),
-        ([{"epoch": 1}, {"epoch": 2}], "epoch"),
-        ([{"epoch": 1}, {"epoch": 1}], ""),
-        ([{"step": 1}, {"loss": 2}], ""),
+        ({"epoch": 1, "step": 5}, {"epoch": 1, "step": 6}, "step"),
+        ({"epoch": 1}, {"epoch": 2}, "epoch"),
+        ({"epoch": 1}, {"epoch": 1}, ""),
+        ({"step": 1}, {"loss": 2}, ""),
     ],
 )
 def test_how_far_a_loop_is_its_finest_counter_tells_or_the_number_of_reports(
-    metrics: list[dict[str, Any]], counter: str
+    first: dict[str, Any], second: dict[str, Any], counter: str
 ) -> None:
     trace = Trace()
     _begin(trace)
-    for number, one in enumerate(metrics):
-        _report(trace, float(number), **one)
+    _report(trace, 0.0, **first)
+    _report(trace, 1.0, **second)
     assert trace.counter() == counter
-    assert trace.progress(1, counter) == (metrics[1][counter] if counter else 2)
+    assert trace.progress(1, counter) == (second[counter] if counter else 2)
 
 
 # ------------------------------------------------------------------------------------------ comparison
@@ -187,14 +184,13 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     assert (found.difference is None) == (not has_state)
 
 
-@pytest.mark.parametrize("resumes", [ONCE, SMALLER])
-def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path: Path, resumes: Any) -> None:
-    one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=resumes)
+def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    one, other = _trace(folder=tmp_path / "one"), _trace(folder=tmp_path / "other", resumes=ONCE)
     for step in (15, 20, 25, 30):
         np.savez(tmp_path / "other" / f"step-{step}" / "weights.npz", renamed=np.ones(2))
     assert compare_trainings(one, other)[1].about == "not comparable"
     np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
-    assert compare_trainings(one, other)[1].about in ("does not restore all state", "depends on the world size")
+    assert compare_trainings(one, other)[1].about == "does not restore all state"
 
 
 def test_a_state_that_is_wrong_after_a_resume_and_repaired_later_is_found(tmp_path: Path) -> None:
@@ -263,16 +259,15 @@ def test_a_loop_that_never_saves_reports_unequally_or_fails_is_found_undisturbed
 
 
 class _InjectedTraining:
-    """A trace with a fault injector, driven by hand; records the killed processes and the log."""
+    """A trace with a fault injector, driven by hand; records the killed processes."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *faults: PlannedFault, **more: Any) -> None:
         self.killed: list[int] = []
-        self.log: list[str] = []
         self.trace, self.outage = Trace(), folder / "outage"
         patch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: self.killed.append(pid)))
-        sandbox: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
+        sandbox = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
         limits = {"counter": "step", "target": math.inf, "timeout_seconds": 60.0, **more}
-        self.injector = FaultInjector(sandbox, [*faults], log=self.log.append, **limits)
+        self.injector = FaultInjector(sandbox, [*faults], log=lambda line: None, **limits)
         self.scenario = self.injector.inject_faults(self.trace)
         self.steps = 0
 
@@ -307,7 +302,7 @@ def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_repo
     assert not on.injector.injected, "that was done before"
     on.report()
     [injected] = on.injector.injected
-    assert (injected.kind, injected.recovered, injected.redone, injected.workers) == ("worker", True, 1, 2)
+    assert (injected.what, injected.recovered, injected.redone, injected.workers) == ("rank 1 was killed", True, 1, 2)
     assert not on.outage.exists(), "the next one comes after the next checkpoint"
     on.report()
     on.report(commits=True)
@@ -319,7 +314,6 @@ def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_repo
     assert [one.kind for one in on.injector.injected] == ["worker", "storage"]
     with pytest.raises(StopIteration):
         on.report()
-    assert on.log[0] == "worker: rank 1 was killed"
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -373,8 +367,9 @@ def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_noth
     assert "| worker | rank 1 was killed | recovered after 1.5 s; workers: 1, repeated reports: 1 |" in good.markdown()
     assert "*To do:* more often" in wrong.markdown()
     good.save(tmp_path)
-    assert json.loads((tmp_path / "rehearsal-loops-train-7.json").read_text())["passed"] is True
-    assert Certificate.model_validate_json((tmp_path / "rehearsal-loops-train-7.json").read_text()) == good
+    saved = (tmp_path / "rehearsal-loops-train-7.json").read_text()
+    assert json.loads(saved)["passed"] is True
+    assert Certificate.model_validate_json(saved) == good
     assert (tmp_path / "rehearsal-loops-train-7.md").read_text() == good.markdown()
 
 
@@ -405,7 +400,7 @@ def test_a_rehearsal_that_is_interrupted_leaves_a_certificate_that_is_not_passed
 ) -> None:
     folders = list[Path]()
 
-    def interrupt(sandbox: Sandbox) -> None:
+    def interrupt(sandbox):
         folders.append(sandbox.folder)
         raise KeyboardInterrupt
 

@@ -90,7 +90,6 @@ def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Traini
         (lambda store: store.delete("c/model.pt"), "1 of 1 files are missing, first model.pt"),
         (lambda store: store.replace("c/model.pt", b""), "model.pt has 0 bytes instead of 12"),
     ],
-    ids=["file gone", "file empty"],
 )
 def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
     store: RunStore, training: Training, damage: Any, why: str
@@ -178,7 +177,6 @@ def _base(store: RunStore) -> None:
         lambda store: _ray_wrote(store, "folder"),
         lambda store: store.create("checkpoint_2026-01-01_00-00-00.000000/model.pt", b"1"),
     ],
-    ids=["commit", "base of an attempt", "history", "Ray's snapshot", "name that Ray gives"],
 )
 def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: RunStore, trace: Any) -> None:
     begin(store)
@@ -190,7 +188,7 @@ def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: RunStore
 
 
 @pytest.mark.parametrize("has_mirror", [False, True])
-@pytest.mark.parametrize("lose", [lambda store, name: store.delete(name), tear], ids=["removed", "torn"])
+@pytest.mark.parametrize("lose", [lambda store, name: store.delete(name), tear])
 def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
     store: RunStore, training: Training, lose: Any, has_mirror: bool
 ) -> None:
@@ -341,7 +339,7 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
 
 
 @on_a_disk
-@pytest.mark.parametrize("file", ["", f"{TEMPORARY_PREFIX}x"], ids=["empty", "in its first file"])
+@pytest.mark.parametrize("file", ["", f"{TEMPORARY_PREFIX}x"])
 def test_of_an_upload_that_was_killed_at_its_start_no_folder_is_left(store: RunStore, file: str) -> None:
     begin(store)
     name = physical_name("a", 1)

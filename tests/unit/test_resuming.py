@@ -1,7 +1,6 @@
 """`elastic-train resume`: what is refused."""
 
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 from uuid import UUID
 
@@ -15,9 +14,9 @@ from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN
 
 
 def test_a_flow_run_that_no_runner_takes_is_refused_with_what_to_do_after_it_is_lost() -> None:
-    said: list[str] = []
+    said = []
     flow_run = FlowRun(id=UUID(FLOW_RUN), flow_id=UUID(OTHER_FLOW_RUN), name="eager-otter", state=Running())
-    api: Any = Mock()
+    api = Mock()
     api.read_flow_run.return_value = flow_run
     api.set_flow_run_state.side_effect = lambda _, state: SimpleNamespace(state=state)
     with pytest.raises(ConfigurationError, match=f"no deployment.* flow-run retry {UUID(FLOW_RUN)}"):

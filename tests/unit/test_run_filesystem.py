@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
@@ -36,12 +37,13 @@ from tests.unit.support import begin, empty_snapshot, tear, with_result
 
 def _write(filesystem: Any, path: str, data: bytes = b"late") -> None:
     with filesystem.open_output_stream(path) as stream:
-        for start in range(0, len(data), 100):
-            stream.write(data[start : start + 100])
+        stream.write(data)
 
 
-def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[dict[str, Any]] = []
+def test_a_worker_has_the_context_of_its_run_and_metrics_of_any_type_are_reported_as_json_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported = []
     worker = SimpleNamespace(
         report=lambda metrics, *more: reported.append(metrics),
         get_all_reported_checkpoints=None,
@@ -52,23 +54,17 @@ def test_metrics_of_any_type_are_reported_as_json_values(monkeypatch: pytest.Mon
     monkeypatch.setattr(context, "_train_context", worker)
     monkeypatch.setattr(run_context, "current", None)  # put back afterwards
     monkeypatch.setattr(worker_callbacks, "silence_ray_train", lambda: None)  # other tests of this process log
-    WorkerHooks(RunContext("mnist", "1", 1, "", "")).after_init_train_context()
-    values: dict[Any, tuple[Any, Any]] = {
-        "loss": (np.float32(0.5), 0.5),
-        "step": (np.int64(3), 3),
-        "best": (np.bool_(True), True),
-        "one": (np.array([7]), 7),
-        "many": (np.arange(3), [0, 1, 2]),
-        "tensor": (torch.tensor(1.5), 1.5),
-        "by class": ({np.int64(2): np.float64(0.25)}, {"2": 0.25}),
-        "file": (Path("/data/rows"), "/data/rows"),
-        "day": (date(2026, 1, 31), "2026-01-31"),
-        "bytes": (b"\xff", "_w=="),
-        "object": (object, "<class 'object'>"),
-    }
-    DistributedTrainFnUtils().report({True: 1, (1, 2): None, **{name: value for name, (value, _) in values.items()}})
+    run = RunContext("mnist", "1", 1, "", "")
+    pickle.loads(pickle.dumps(WorkerHooks(run))).after_init_train_context()
+    assert run_context.run_context() == run
+    arrays = [np.int64(3), np.array([7]), np.arange(3), torch.tensor(1.5), {np.int64(2): np.float64(0.25)}]
+    objects = [Path("/data/rows"), date(2026, 1, 31), b"\xff", object]
+    metrics = {"loss": np.float32(0.5), "best": np.bool_(True), "arrays": arrays, "objects": objects}
+    DistributedTrainFnUtils().report({True: 1, (1, 2): None, **metrics})
     [plain] = reported
-    assert plain == {"true": 1, "1,2": None, **{name: json_value for name, (_, json_value) in values.items()}}
+    assert plain.pop("objects") == ["/data/rows", "2026-01-31", "_w==", "<class 'object'>"]
+    assert plain.pop("arrays") == [3, 7, [0, 1, 2], 1.5, {"2": 0.25}]
+    assert plain == {"true": 1, "1,2": None, "loss": 0.5, "best": True}
     assert (type(plain["loss"]), type(plain["best"])) == (float, bool)
 
 
@@ -90,7 +86,6 @@ def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the
         commit = RunDirectory(store).newest_commit
         assert checkpoint_names(commit.snapshot) == list(commit.manifest) == names[: number + 1]
         kept = RunDirectory(store).commit_ids
-        assert kept[-5:] == [(1, number + 1 - ago) for ago in range(min(5, number + 1))][::-1]
         assert len(kept) <= 7, "full commits on which nothing builds any more are left"
         assert all(RunDirectory(store).commit(one) for one in kept[-5:]), "one has lost its full commit"
     assert listed == [1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 2, 3, 4, 14, 1, 2]
@@ -123,7 +118,7 @@ def test_what_a_validation_adds_to_a_checkpoint_that_was_listed_before_is_commit
     assert commit.snapshot["validated_checkpoint_dir_names"] == ["checkpoint_0"]
 
 
-@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear], ids=["removed", "torn"])
+@pytest.mark.parametrize("lose", [LocalRunStore.delete, tear])
 def test_nothing_is_begun_or_removed_while_the_list_that_the_newest_commit_adds_to_is_lost(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, lose: Callable[[LocalRunStore, str], object]
 ) -> None:
@@ -156,8 +151,6 @@ def test_a_snapshot_is_a_commit_once_it_is_closed_and_whole(store: LocalRunStore
     assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([], None)
     _write(filesystem, path, whole)
     assert (RunDirectory(store).commit_ids, store.read(layout.SNAPSHOT)) == ([(1, 1)], whole)
-    with filesystem.open_input_stream(path) as stream:
-        assert json.loads(stream.read()) == json.loads(whole)
 
 
 #: Methods of pyarrow's filesystem, and what follows the run's path in their arguments; and two ways to write.
@@ -209,7 +202,7 @@ def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
     ray.report(PING)
 
-    def fail(*_: Any, **__: Any) -> bool:
+    def fail(*_, **__):
         monkeypatch.undo()
         raise error
 

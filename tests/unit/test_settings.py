@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import without_credentials
 
 #: By setting its text, and what that means; no default.
-SETTINGS: dict[str, tuple[str, Any]] = {
+SETTINGS = {
     "poll_interval_seconds": ("0.5", 0.5),
     "liveness_timeout_seconds": ("60", 60.0),
     "stop_grace_seconds": ("3", 3.0),

@@ -95,7 +95,7 @@ def find_finished(folder: str) -> TrainingResult:
     return supervisor.hear_all()
 
 
-STRANGE: dict[str, Any] = {
+STRANGE = {
     "loss": 0.5,
     "n" * 100_000: "x" * 1_000_000,
     "caf\udce9": "caf\udce9",
@@ -111,7 +111,6 @@ STRANGE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("metrics", "width", "reports", "every"),
     [({}, 0, 1, 1), ({}, 40, 400, 400), ({}, 40, 400, 1), (STRANGE, 40, 2, 1), (STRANGE, 4_000, 2, 1)],
-    ids=["one", "many reports", "many checkpoints", "strange", "wide"],
 )
 def test_a_run_ends_with_its_result_and_nothing_that_is_told_of_it_is_large(
     metrics: dict[str, Any], width: int, reports: int, every: int, caplog: pytest.LogCaptureFixture

@@ -15,11 +15,11 @@ SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_wor
 SLICES = {1: SINGLE, 2: PAIR, 4: SliceShape("4x4", "TPU-V6E", "v6e-16", chips=16, workers=4, chips_per_worker=4)}
 
 
-def node(name: str, free: float = 1.0, total: float = 1.0, **labels: str) -> Node:
+def node(name, free=1.0, total=1.0, **labels):
     return Node(name, {"GPU": total}, {"GPU": free}, labels)
 
 
-def host(slice_name: str, number: int, free: float = 4, shape: SliceShape = PAIR, head: float = 1) -> Node:
+def host(slice_name, number, free=4, shape=PAIR, head=1):
     labels = {"ray.io/tpu-slice-name": slice_name, "ray.io/tpu-pod-type": shape.pod_type}
     total, available = {"TPU": 4.0, "CPU": 8.0}, {"TPU": free, "CPU": 8.0}
     if number == 0:
@@ -27,15 +27,15 @@ def host(slice_name: str, number: int, free: float = 4, shape: SliceShape = PAIR
     return Node(f"{slice_name}-{number}", total, available, labels)
 
 
-def gpus(each: float = 1.0, low: int = 1, high: int = 100, strategy: str = "PACK", **labels: str) -> Demand:
+def gpus(each=1.0, low=1, high=100, strategy="PACK", **labels):
     return Demand({"GPU": each}, low, high, labels, strategy)
 
 
-def cpus(low: int, high: int) -> Demand:
+def cpus(low, high):
     return Demand({"CPU": 1.0}, low, high)
 
 
-def tpus(low: int = 2, high: int = 8, shape: SliceShape = PAIR) -> Demand:
+def tpus(low=2, high=8, shape=PAIR):
     return Demand({"TPU": 4.0, "CPU": 1.0}, low, high, shape=shape)
 
 
@@ -66,7 +66,7 @@ def test_only_nodes_with_the_wanted_labels_count(selector: str, fitting: int) ->
 
 @pytest.mark.parametrize(
     ("each", "total", "workers"),
-    [(0.1, 1, 10), (0.3, 1, 3), (0.7, 4, 4), (0.4, 2, 4), (0.5, 2, 4), (1.0, 4, 4), (2.0, 5, 2)],
+    [(0.1, 1, 10), (0.3, 1, 3), (0.7, 4, 4), (0.4, 2, 4), (2.0, 5, 2)],
 )
 def test_a_share_of_a_gpu_comes_from_one_gpu_and_is_counted_exactly(each: float, total: float, workers: int) -> None:
     assert possible_workers([node("n", total, total)], gpus(each)) == workers

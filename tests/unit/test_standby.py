@@ -1,7 +1,5 @@
 """Which standby workers are booted, and which are taken, as far as that needs no cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,13 +25,6 @@ from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 GIB, NODE = 2**30, "ab" * 28
 
 
-class Answer:
-    """What an actor was asked."""
-
-    def __init__(self, actor: Actor, said: Any) -> None:
-        self.actor, self.said = actor, said
-
-
 class Actor:
     """An actor that is warm, boots still, or is gone."""
 
@@ -43,12 +34,11 @@ class Actor:
 
     def _execute(self, function: Any, *arguments: Any) -> Any:
         self.done.append((function, arguments))
-        return Answer(self, (GIB, _metadata(self.node)))
+        return SimpleNamespace(actor=self, said=(GIB, _metadata(self.node)))
 
 
-def _metadata(node: str, *gpus: str) -> ActorMetadata:
-    ids = {"GPU": [*gpus]} if gpus else {}
-    return ActorMetadata(hostname=node, node_id=node, node_ip=node, pid=1, accelerator_ids=ids)
+def _metadata(node: str) -> ActorMetadata:
+    return ActorMetadata(hostname=node, node_id=node, node_ip=node, pid=1, accelerator_ids={})
 
 
 @pytest.fixture
@@ -56,15 +46,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A cluster that answers at once, and what it has booted and ended."""
     found = SimpleNamespace(booted=[], ended=[], told=[], nodes={}, devices={})
 
-    def get(asked: Any, timeout: float) -> Any:
+    def get(asked, timeout):
         if asked.actor.state == "gone":
             raise RuntimeError("the actor died")
         if asked.actor.state == "boots":
             raise GetTimeoutError
         return asked.said
 
-    def remote(**how: Any) -> Any:
-        def boot() -> Actor:
+    def remote(**how):
+        def boot():
             found.booted.append(how)
             return Actor("new", NODE, "boots")
 
@@ -84,7 +74,7 @@ def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
-        worker: Any = SimpleNamespace(metadata=_metadata(node))
+        worker = SimpleNamespace(metadata=_metadata(node))
         pool._parked.append(Standby(actor, worker, visible, actor._execute(None), metadata))
     return pool
 
@@ -192,7 +182,7 @@ def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkey
 def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_however_it_was_started(
     monkeypatch: pytest.MonkeyPatch, devices: dict[str, list[str]]
 ) -> None:
-    before, elsewhere, another = [subprocess.Popen(["sleep", duration]) for duration in ("1", "60", "60")]
+    before, elsewhere = [subprocess.Popen(["sleep", duration]) for duration in ("1", "60")]
     try:
         callback = WorkerHooks(RunContext("run", "", 1, "", ""))
         workers = [("n0", before.pid), ("n1", elsewhere.pid)]
@@ -204,9 +194,9 @@ def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_
         monkeypatch.setattr(worker_callbacks, "set_run_context", lambda context: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sent.after_init_train_context()
-        assert [psutil.pid_exists(one.pid) for one in (before, elsewhere, another)] == [not devices, True, True]
+        assert [psutil.pid_exists(one.pid) for one in (before, elsewhere)] == [not devices, True]
     finally:
-        for process in (before, elsewhere, another):
+        for process in (before, elsewhere):
             process.kill()
             process.wait()
 

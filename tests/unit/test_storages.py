@@ -10,8 +10,7 @@ from prefect_elastic_train.blocks.lookup import chosen_block
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import Storage
-
-SECRET = "hush-hush-hush"
+from tests.unit.test_storage_faults import SECRET, WITH_SECRETS
 
 
 @pytest.mark.parametrize(
@@ -55,19 +54,10 @@ def test_a_run_is_below_its_storage_and_repeats_for_as_long_as_it_is_told(settin
     assert [(one.path, one.retries.seconds) for one in limited] == [(run.path, 77), (run.path, 3), (run.path, 77)]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        S3StorageSettings(
-            bucket_path="my-bucket", access_key_id=SECRET, secret_access_key=SECRET, session_token=SECRET
-        ),
-        FsspecStorageSettings(url="gs://my-bucket/runs", secret_options=f'{{"token": "{SECRET}"}}'),
-    ],
-    ids=["S3", "fsspec"],
-)
+@pytest.mark.parametrize("settings", WITH_SECRETS)
 def test_no_text_of_a_storage_holds_a_secret_and_a_copy_has_them_all(settings: Any) -> None:
     storage = Storage(settings)
-    run: Any = storage.run("mnist")
+    run = storage.run("mnist")
     for one in (settings, storage, run, run.retries, settings.model_dump_json()):
         assert SECRET not in f"{one!r} {one}"
     copy = pickle.loads(pickle.dumps(settings))

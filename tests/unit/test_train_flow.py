@@ -63,18 +63,12 @@ def test_the_generic_flow_is_described_in_the_form_with_each_of_its_parameters()
     assert parameters.properties["train_loop"]["pattern"] == LOOP_PATTERN
 
 
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> ElasticScaling:
-    """A scaling as it was loaded from a server that has it as ``lab``."""
-    monkeypatch.setattr(train_flow, "load_saved", lambda kinds, name: kinds[0](max_workers=4))
-    block = ElasticScaling(max_workers=4)
-    block._block_document_name, block._is_anonymous = "lab", False
-    return block
-
-
 def test_a_saved_block_is_trained_with_by_name_and_one_that_is_unsaved_or_was_changed_as_it_is(
-    saved: ElasticScaling,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(train_flow, "load_saved", lambda kinds, name: kinds[0](max_workers=4))
+    saved = ElasticScaling(max_workers=4)
+    saved._block_document_name, saved._is_anonymous = "lab", False
     assert train_flow._argument(saved) == "elastic-scaling/lab"
     for block in (
         LocalStorage(path="/runs"),

@@ -1,7 +1,5 @@
 """What Prefect is told of the end of a training, and what is done about one whose next attempt does not come."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -21,11 +19,11 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import Abort, TerminationSignal
-from prefect.states import AwaitingRetry, Cancelling, Failed, Running
+from prefect.states import Cancelling, Failed, Running
 
 from prefect_elastic_train import ElasticScaling, FailureBudget
 from prefect_elastic_train.core.causes import Cause
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, WorkerFailed
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, WorkerFailed
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
@@ -40,7 +38,7 @@ def _loop() -> None:
 
 
 #: Errors by the end of a training that they cause, if its job does not go on. Empty: it depends on who wanted the end.
-ENDS: dict[str, list[BaseException]] = {
+ENDS = {
     "": [TerminationSignal(signal=15), Stop()],
     "cancelled": [
         Stop("1"),
@@ -77,7 +75,7 @@ def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     processes: Mock, monkeypatch: pytest.MonkeyPatch, reason: BaseException, terminated: bool, goes_on: bool
 ) -> None:
     monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1)
-    training: Any = make_training(_loop)
+    training = make_training(_loop)
     training._enter(TrainingState.RUNNING)
     training._is_end_requested = lambda: False
     monkeypatch.setattr(supervision, "count_signals", lambda *numbers: 1 + terminated)  # one came before the call
@@ -86,11 +84,21 @@ def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
 
 
 @pytest.fixture
+def prefect_api(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The client of Prefect's API."""
+    client = MagicMock()
+    client.__enter__.return_value = client
+    for module in (flow_run_state, report_publisher):
+        monkeypatch.setattr(module, "get_client", lambda sync_client: client)
+    return client
+
+
+@pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The processes of the test's training, which play its ``attempts`` in a task of Prefect and are shown nowhere."""
     played = Mock()
 
-    def run_attempt(spec: Any) -> Event:
+    def run_attempt(spec):
         *events, ended = played.attempts.pop(0)
         for event in events:
             played.make.call_args.args[1].on_event(event, False)
@@ -112,6 +120,7 @@ def _specs(processes: Mock) -> list[Any]:
 
 
 COMMITTED = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1)
+BEGUN = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist", left={"driver restart": 1000})
 LOST = AttemptEnded(attempt=1, outcome=Outcome.CLUSTER_LOST, message="no cluster answers")
 COMPLETED = AttemptEnded(attempt=2, outcome=Outcome.COMPLETED, result={"run_name": "mnist", "run_uri": "/r/mnist"})
 
@@ -127,11 +136,13 @@ def _fail(training: Training) -> AttemptFailedError:
 def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_once_if_it_has_committed_anything(
     processes: Mock, commits: bool
 ) -> None:
-    processes.attempts = [[COMMITTED, LOST] if commits else [LOST], [COMPLETED]]
-    training = make_training(_loop, failures=FailureBudget(driver_restart_delay_seconds=40))
-    assert "cluster_lost: no cluster answers" in str(_fail(training))
+    processes.attempts = [[COMMITTED, LOST] if commits else [LOST.model_copy(update={"attempt": 0})], [COMPLETED]]
+    training = make_training(_loop, run_name="mnist", failures=FailureBudget(driver_restart_delay_seconds=40))
+    error, who = _fail(training), "attempt 1" if commits else "the driver"
+    assert str(error) == f"training 'mnist', {who}: cluster_lost: no cluster answers"
+    assert (error.outcome, error.attempt) == (Outcome.CLUSTER_LOST, commits)
     assert not processes.close.called
-    result: Any = training.attempt()
+    result = training.attempt()
     assert result.run_name == "mnist"
     assert [40 <= call.args[0] <= 48 for call in processes.wait.mock_calls] == [True] * (not commits)
     processes.close.assert_called_once()
@@ -142,8 +153,7 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_still_has_of_retries(
     processes: Mock, commits: list[int], retryable: bool
 ) -> None:
-    begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist", left={"driver restart": 1000})
-    processes.attempts = [[begun, *[COMMITTED] * committed, LOST] for committed in commits]
+    processes.attempts = [[BEGUN, *[COMMITTED] * committed, LOST] for committed in commits]
     training = make_training(_loop, failures=FailureBudget(driver_restarts=2, forgive_after_seconds=0))
     assert [_fail(training).retryable for _ in commits][-1] == retryable
 
@@ -201,16 +211,14 @@ def test_a_time_limit_moves_with_the_wall_clock_in_the_driver_only(
 
 @pytest.mark.parametrize("answer", [ConnectionError("no answer"), None, SimpleNamespace(value="/old")])
 def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_the_api(
-    processes: Mock, monkeypatch: pytest.MonkeyPatch, answer: Any
+    processes: Mock, prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
-    client = Mock()
-    client.read_variable_by_name.side_effect = [answer]
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
+    prefect_api.read_variable_by_name.side_effect = [answer]
     monkeypatch.setattr(supervision, "saved_name", lambda block: "training-storage-directory/lab")
     written = Mock()
     monkeypatch.setattr(supervision.Variable, "set", written)
     training = make_training(_loop)
-    processes.attempts = [[AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist"), LOST]]
+    processes.attempts = [[BEGUN, LOST]]
     _fail(training)
     uri = getattr(answer, "value", "")
     has_answer = not isinstance(answer, Exception)
@@ -220,15 +228,13 @@ def test_a_known_storage_is_neither_checked_nor_replaced_without_an_answer_of_th
 
 @pytest.mark.parametrize(("state", "creates"), [("taken over", False), ("interrupted", True)])
 def test_a_process_that_another_one_has_replaced_does_not_hide_its_report_by_a_new_one(
-    monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
+    prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, state: str, creates: bool
 ) -> None:
-    client = MagicMock()
-    monkeypatch.setattr(report_publisher, "get_client", lambda sync_client: client)
     publisher = report_publisher.Publisher(RunReport(run_name="mnist"), pytest.fail)
     monkeypatch.setattr(publisher, "_written_at", math.inf)  # it writes at its end only
     publisher.start()
     publisher.end(state, is_published=True)
-    assert client.__enter__.return_value.create_artifact.called is creates
+    assert prefect_api.create_artifact.called is creates
 
 
 @pytest.mark.parametrize("outcome", [Outcome.USER_ERROR, Outcome.DRIVER_LOST])
@@ -238,19 +244,19 @@ def test_the_error_of_a_loop_that_failed_is_raised_from_what_the_loop_has_raised
     raised = 'Traceback (most recent call last):\n  File "train.py", line 3, in loop\nValueError: the data is bad'
     broken = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4183"
     causes = [Cause([0], broken, is_consequence=True), Cause([1], "ValueError: the data is bad", traceback=raised)]
-    begun = AttemptStarted(attempt=1, run_name="mnist", run_uri="/r/mnist")
     failed = WorkerFailed(causes=causes, retried=outcome is not Outcome.USER_ERROR)
-    processes.attempts = [[begun, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError")]]
+    processes.attempts = [[BEGUN, failed, AttemptEnded(attempt=1, outcome=outcome, message="ValueError", final=True)]]
     monkeypatch.setattr(task, "_task", lambda training: Training.attempt)
     with pytest.raises(AttemptFailedError) as error:
         elastic_train(_loop)
+    assert error.value.final
     assert str(error.value.__cause__) == (f"\n[rank 1] {raised}" if outcome is Outcome.USER_ERROR else "None")
 
 
 def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_its_cluster_is_ended(
     processes: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(training: Training) -> None:
+    def interrupted(training):
         _fail(training)
         raise KeyboardInterrupt
 
@@ -282,7 +288,7 @@ def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_log
 ) -> None:
     began, ended = threading.Event(), threading.Event()
 
-    def run(training: Training) -> None:
+    def run(training):
         began.set()
         assert training.cancelled.wait(10)
         time.sleep(0.2)
@@ -305,7 +311,7 @@ def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_log
     assert "never retrieved" not in caplog.text
 
 
-@pytest.mark.parametrize("state", [Cancelling(), Failed(), AwaitingRetry(), Running()])
+@pytest.mark.parametrize("state", [Cancelling(), Failed(), Running()])
 def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any) -> None:
     ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
     client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
@@ -319,21 +325,19 @@ def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state:
     [([100, 90], True, 100.0), ([], True, 0.0), (None, True, 500.0), ([], False, 500.0)],
 )
 def test_a_job_is_followed_from_the_newest_event_of_its_flow_run_and_from_now_if_that_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, published: list[int] | None, reporting: bool, until: float
+    prefect_api: MagicMock, monkeypatch: pytest.MonkeyPatch, published: list[int] | None, reporting: bool, until: float
 ) -> None:
     monkeypatch.setattr(supervision, "get_settings", lambda: ElasticTrainSettings(reporting=reporting))
     training = make_training(_loop, run_name="mnist")
-    client = Mock()
     if published is None:
-        client.read_events.side_effect = ConnectionError
+        prefect_api.read_events.side_effect = ConnectionError
     else:
-        client.read_events.return_value.events = [
+        prefect_api.read_events.return_value.events = [
             SimpleNamespace(occurred=datetime.fromtimestamp(at)) for at in published
         ]
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: nullcontext(client))
     monkeypatch.setattr(supervision, "time", Mock(time=lambda: 500.0))
     assert training.logged_until() == pytest.approx(until, abs=1e-5)
-    wanted = client.read_events.call_args.args[0]
+    wanted = prefect_api.read_events.call_args.args[0]
     assert wanted.resource.id == ["elastic-train.run.mnist"]
     assert wanted.related.id == [f"prefect.flow-run.{training.request.owner.flow_run_id}"]
 
@@ -346,7 +350,7 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
     parent = Mock(join=ended.wait)
     monkeypatch.setattr(flow_run_state.multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
-    flows: list[Any] = [SimpleNamespace(detached=flow) for flow in detached]
+    flows = [SimpleNamespace(detached=flow) for flow in detached]
     flow_run_state.exit_with_flow_process(flows)
     assert not exited.is_set()
     ended.set()
@@ -354,20 +358,16 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
 
 
 def test_all_flow_runs_around_a_training_are_one_request_and_errors_of_the_api_end_no_training(
-    monkeypatch: pytest.MonkeyPatch,
+    prefect_api: MagicMock,
 ) -> None:
     ids = [str(uuid4()) for _ in range(3)]
     ended = [FlowRun(id=one, flow_id=uuid4()) for one in ids[1:]]
-    client = MagicMock()
-    client.__enter__.return_value.read_flow_runs = read = Mock(
-        side_effect=chain([[], ConnectionError("429")], repeat(ended))
-    )
-    monkeypatch.setattr(flow_run_state, "get_client", lambda sync_client: client)
+    prefect_api.read_flow_runs.side_effect = chain([[], ConnectionError("429")], repeat(ended))
     watch = flow_run_state.FlowRunWatch(ids, 0.01)
     wait_for(lambda: watch.ended, 10, "the end of a flow run")
     watch.close()
     assert watch.ended == ids[-1]
-    client.__enter__.assert_called_once()
-    wanted = read.call_args.kwargs["flow_run_filter"]
+    prefect_api.__enter__.assert_called_once()
+    wanted = prefect_api.read_flow_runs.call_args.kwargs["flow_run_filter"]
     assert [*map(str, wanted.id.any_)] == ids
     assert [kind.value for kind in wanted.state.type.any_] == ["CANCELLING", "CANCELLED", "FAILED"]
