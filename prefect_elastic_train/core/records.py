@@ -116,7 +116,7 @@ class RunRecord(_Record):
     resume_from: str = ""
     #: The checkpoint that ``resume_from`` selected, as ``<run>@<folder>``; empty: there was none; None: not searched.
     source: str | None = None
-    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.default_run_name`.
+    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_name`.
     part: str = ""
     versions: dict[str, str] = {}
 
@@ -149,7 +149,7 @@ class EndedRecord(_Record):
     message: str = ""
     result: dict[str, Any] | None = None
     #: The budget that it exhausted, as text. Then no automatic restart follows, and a manual retry has new budgets.
-    verdict: str = ""
+    exhausted_budget: str = ""
 
 
 class CommitRecord(_Record):

@@ -104,7 +104,7 @@ class TrainingState(enum.Enum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
     INTERRUPTED = "interrupted"
-    DETACHED = "left to its job"
+    DETACHED = "continues as a job"
     #: Another process publishes the training now, or has set the state of its flow run.
     TAKEN_OVER = "taken over"
 

@@ -265,7 +265,7 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
         return counted
     last = run.newest_attempt
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST, message="no final event")
-    run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": reason})))
+    run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"exhausted_budget": reason})))
     message = f"{reason}. The last of them ended as {ended.outcome}: {truncate(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
@@ -297,7 +297,7 @@ def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
         # Attempts that did nothing, or that a person cancelled, do not count. Their commits are progress.
         if attempt.outcome == Outcome.CANCELLED or (record and not record.confirmed):
             continue
-        if attempt.ended and (attempt.ended.verdict or attempt.outcome not in _COUNTED):
+        if attempt.ended and (attempt.ended.exhausted_budget or attempt.outcome not in _COUNTED):
             break
         progress.append(has_progress)
     return progress

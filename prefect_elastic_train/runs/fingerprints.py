@@ -57,7 +57,7 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
+def training_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
     """Return the default run name of the n-th training of a flow run. Retries of the flow run have the same name.
 
     With an empty ``flow_run_id``, return the id of the training within its flow, the same in each flow run.
