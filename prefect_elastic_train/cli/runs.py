@@ -223,7 +223,7 @@ def _print_details(details: RunDetails) -> None:
             "train loop": f"{record.fingerprint.loop} ({record.fingerprint.framework})" if record else "",
             "workers": " → ".join(str(world.size) for world in accounts.world_sizes),
             "faults": f"{format_faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits",
-            "may still fail": format_counts(accounts.left),
+            "failures left": format_counts(accounts.left),
             "goodput": f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}",
         }
     )

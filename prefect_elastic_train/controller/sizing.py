@@ -93,7 +93,7 @@ def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
 
 
 def _slices(nodes: Collection[Node], shape: SliceShape) -> list[tuple[str, list[Node]]]:
-    """Return name and hosts of each TPU slice of a shape, sorted by name. It may lack hosts that are lost or drain."""
+    """Return name and hosts of each TPU slice of a shape, sorted by name. Hosts that are lost or drain are missing."""
     members: defaultdict[str, list[Node]] = defaultdict(list)
     for node in nodes:
         if node.labels.get("ray.io/tpu-pod-type") == shape.pod_type:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 #: imports may need the processors.
 _BOOT_AFTER_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # between two checks of the standbys
-_MAX_PAUSE_SECONDS = 3600.0  # up to which this grows after losses
+_MAX_PAUSE_SECONDS = 3600.0  # longest time between two checks, which grows after losses
 _STANDBY_QUERY_SECONDS = 1.0  # for answers of workers and standbys
 _DEVICES_SECONDS = 30.0  # for the tasks that look up the devices of a placement group
 _EXPECTED_BYTES = 3 * 2**28  # memory of a standby with torch for CUDA

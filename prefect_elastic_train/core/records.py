@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from .outcomes import AttemptFailedError
 from .size_limits import as_json
 
-SCHEMA_VERSION = 3  # that this version of the package writes; others are refused
+SCHEMA_VERSION = 3  # schema of the records that this version of the package writes; others are refused
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -148,7 +148,8 @@ class EndedRecord(_Record):
     at: float = Field(default_factory=time.time)
     message: str = ""
     result: dict[str, Any] | None = None
-    #: The budget that it exhausted, as text. Then no automatic restart follows, and a manual retry has new budgets.
+    #: Message about the budget that the attempt exhausted; empty if none. No automatic restart follows an exhausted
+    #: budget, and a manual retry has new budgets.
     exhausted_budget: str = ""
 
 

@@ -145,7 +145,7 @@ class Attempt:
         return AttemptEnded(
             outcome=Outcome.SUPERSEDED if is_own else Outcome.INVALID,
             message=f"run {request.run_name!r} was taken over by attempt {newest}, which another process began for "
-            f"{owner.describe()}; what this attempt trained after that counts for nothing",
+            f"{owner.describe()}; the training of this attempt after that does not count",
         )
 
     def close(self, ended: AttemptEnded) -> None:

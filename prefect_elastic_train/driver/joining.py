@@ -82,7 +82,7 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         raise AttemptFailedError(
-            "label_selector and placement_strategy 'STRICT_SPREAD' require nodes that others join, and the local "
+            "label_selector and placement_strategy 'STRICT_SPREAD' require several nodes or labels, and the local "
             "cluster is one node without labels; leave them at their defaults, or join another cluster"
         )
     max_workers = scaling.max_workers
@@ -104,17 +104,17 @@ def error_within(seconds: float, action: Callable[[], object]) -> BaseException 
 
     The thread of an action that takes too long is left to itself.
     """
-    ends: list[BaseException | None] = [TimeoutError("no answer")]
+    results: list[BaseException | None] = [TimeoutError("no answer")]
 
     def run() -> None:
         try:
             action()
-            ends.append(None)
+            results.append(None)
         except BaseException as error:  # noqa: BLE001 - the caller decides
-            ends.append(error)
+            results.append(error)
 
     start_thread(run).join(seconds)
-    return ends[-1]
+    return results[-1]
 
 
 def _cluster_address(spec: DriverSpec) -> str:

@@ -78,7 +78,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     )
     yield format_counts(+counts) or "no failures"
     if tally.left and report.is_live:
-        yield f"may still fail: {format_counts(tally.left)}"
+        yield f"failures left: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
 
 

@@ -303,7 +303,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             self.checkpoints[-1].size_bytes = event.size_bytes
             self.checkpoints_made += 1
         progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
-        numbers.pop("progress", None)  # it need not be one
+        numbers.pop("progress", None)  # a metric with this name need not be a share
         if progress:
             self.progress = progress
             numbers["progress"] = progress.fraction

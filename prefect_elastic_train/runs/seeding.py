@@ -18,7 +18,8 @@ from .fingerprints import LATEST_RUN, check_run_name
 from .run_directory import RunDirectory
 from .snapshots import seed_snapshot
 
-#: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
+#: Number of completed runs that are recorded for each training of a deployment. If the newest is lost, an older one is
+#: used.
 _RECENT_RUNS = 20
 
 

@@ -83,7 +83,7 @@ def serve_requests(framework: str, threads: str) -> None:
 
 
 def _copy_process_settings(requester: psutil.Process) -> None:
-    """Use arguments, environment, folder, output and memory priority of the waiting requester in this process."""
+    """Copy arguments, environment, folder, output and memory priority of the waiting requester to this process."""
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{requester.pid}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     score = Path(f"/proc/{requester.pid}/oom_score_adj").read_text()  # set by Ray

@@ -1,4 +1,4 @@
-"""Patches how Ray starts the raylet of a node: it starts on a busy machine, and its workers are forked.
+"""Patches of Ray's start of a raylet, so that it starts on a busy machine, and its workers are forked.
 
 Uses ``ray._private.node`` and ``ray._raylet.persist_port``, since no option sets another program for workers, or
 how long a node waits for its agents.

@@ -131,10 +131,10 @@ def use_unique_folders(context: rays_context.TrainContext, attempt: int, group: 
 
 
 def _adopt_managed_checkpoint(storage_context: StorageContext, checkpoint: Checkpoint) -> Any:
-    """Return True if a checkpoint is in the run directory, and set its filesystem to the run filesystem then.
+    """Return True if a checkpoint is in the run directory. Set its filesystem to the run filesystem before.
 
-    It replaces Ray's function, which also compares filesystems: ``Checkpoint(path)`` and
-    ``Checkpoint.from_directory(path)`` have another one.
+    This function replaces Ray's, which also compares filesystems: ``Checkpoint(path)`` and
+    ``Checkpoint.from_directory(path)`` have another filesystem.
     """
     if PurePosixPath(checkpoint.path).is_relative_to(storage_context.experiment_fs_path):
         checkpoint.filesystem = storage_context.storage_filesystem

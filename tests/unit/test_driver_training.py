@@ -166,7 +166,7 @@ ENDS: list[tuple[Exception, str, str]] = [
     (PreemptionError(_PREEMPTED), "cluster_lost", ""),
     (ray.exceptions.GetTimeoutError("the controller does not answer"), "cluster_lost", ""),
     (ConfigurationError("no such run"), "invalid", "no such run"),
-    (ModuleNotFoundError("No module named 'jax'"), "invalid", "lacks what it needs: No module named 'jax'"),
+    (ModuleNotFoundError("No module named 'jax'"), "invalid", "cannot import a module: No module named 'jax'"),
     (PermissionError("read-only"), "storage_error", "write permission for this user"),
     (KeyError("a bug"), "driver_lost", "the driver failed: KeyError: 'a bug'"),
 ]
