@@ -116,8 +116,8 @@ class RunRecord(_Record):
     resume_from: str = ""
     #: The checkpoint that ``resume_from`` selected, as ``<run>@<folder>``; empty: there was none; None: not searched.
     source: str | None = None
-    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_name`.
-    part: str = ""
+    #: Name of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_name`.
+    training_name: str = ""
     versions: dict[str, str] = {}
 
 

@@ -87,7 +87,7 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
         )
     max_workers = scaling.max_workers
     for name, amount in resources_per_worker(scaling).items():
-        available = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
+        available = resources.get(name, 0) - (name == "CPU" and spec.request.extra_cpus)
         if amount * scaling.min_workers > available:
             raise AttemptFailedError(
                 f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
@@ -96,7 +96,7 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
             )
         if amount:
             max_workers = min(max_workers, int(available / amount))
-    return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
+    return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.extra_cpus else scaling
 
 
 def error_within(seconds: float, action: Callable[[], object]) -> BaseException | None:

@@ -111,10 +111,10 @@ def make_request(
         named=run_name is not None,
         resume=options.get("resume", False),
         resume_from=options.get("resume_from") or "",
-        part=fingerprints.training_name(flow_name, "", position.number, position.calls),
+        training_name=fingerprints.training_name(flow_name, "", position.number, position.calls),
         resumed=position.resumed,
         has_datasets=has_datasets,
-        cpus_beside=has_datasets + math.ceil(validation_resources.get("num_cpus", 1)),
+        extra_cpus=has_datasets + math.ceil(validation_resources.get("num_cpus", 1)),
         # ``num_steps`` may be anything, such as the length of a roll-out.
         totals={
             name: total

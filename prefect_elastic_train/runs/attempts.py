@@ -219,7 +219,7 @@ def _record_or_adopt_run(run: RunDirectory, request: RunRequest) -> list[str]:
         creator=run.owner or request.owner,
         fingerprint=run.fingerprint or request.fingerprint,
         resume_from=request.resume_from,
-        part=request.part,
+        training_name=request.training_name,
         versions=_VERSIONS,
     )
     if is_torn:

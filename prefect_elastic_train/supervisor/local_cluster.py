@@ -131,7 +131,7 @@ class LocalCluster:
         ]
         # Without a number Ray counts the CPUs itself, and observes the limits of a container.
         num_cpus = self._spec.cluster.num_cpus
-        if beside := self._spec.request.cpus_beside:
+        if beside := self._spec.request.extra_cpus:
             num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + beside
         if num_cpus:
             command.append(f"--num-cpus={num_cpus}")

@@ -47,7 +47,9 @@ class Nights:
     ) -> RunRequest:
         """Return what the driver of another night wants."""
         owner = Owner(flow_run_id=str(uuid.uuid4()), flow_name=flow_name, deployment_id=deployment_id, host="elsewhere")
-        return RunRequest(name, owner, fingerprint(loop, "torch", {"of": config}), part=part, resume_from=resume_from)
+        return RunRequest(
+            name, owner, fingerprint(loop, "torch", {"of": config}), training_name=part, resume_from=resume_from
+        )
 
     def add(
         self,

@@ -117,7 +117,7 @@ LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU
 
 
 @pytest.mark.parametrize(
-    ("scaling", "cpus_beside", "expected"),
+    ("scaling", "extra_cpus", "expected"),
     [
         (LARGE, 0, 8),  # capacity decides, as always
         (LARGE, 1, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
@@ -127,10 +127,10 @@ LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU
     ],
 )
 def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
-    scaling: ScalingSettings, cpus_beside: int, expected: int | str
+    scaling: ScalingSettings, extra_cpus: int, expected: int | str
 ) -> None:
     told = _spec(scaling=scaling)
-    told = replace(told, request=replace(told.request, cpus_beside=cpus_beside))
+    told = replace(told, request=replace(told.request, extra_cpus=extra_cpus))
     joined = replace(told, cluster=ClusterSettings(address="auto"))
     assert limit_to_local_cluster(joined, {}) == scaling, "others may join it"
     if isinstance(expected, int):
