@@ -67,13 +67,13 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with exit_on_error():
         opened = open_for_command(storage)
-        found = _read_runs(inspect_run, opened, [run])
-        if not found:
+        details = _read_runs(inspect_run, opened, [run])
+        if not details:
             raise ConfigurationError(f"{opened.uri}/{run} is a folder without a run of this package")
         if as_json:
-            print_json(found[0])
+            print_json(details[0])
         else:
-            _print_details(found[0])
+            _print_details(details[0])
 
 
 @app.command("verify")

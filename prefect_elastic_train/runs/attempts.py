@@ -230,11 +230,11 @@ def _record_or_adopt_run(run: RunDirectory, request: RunRequest) -> list[str]:
         notes.append("run.json was torn or missing and was rewritten")
     elif request.resumed and not notes:
         notes.append(
-            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: it is a new one. If it "
-            "had trained before, cancel it and mount the storage"
+            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: a new run starts. If "
+            "the flow run trained before, cancel it and mount the storage"
         )
     elif request.resume and not notes:
-        notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
+        notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: a new run starts")
     return notes
 
 
@@ -251,7 +251,7 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
         outcome = Outcome.NO_PROGRESS
         reason = (
             f"{without_progress} attempts in a row ended without a new checkpoint, and the next one would end the same "
-            "way. Correct what ends them and retry the flow run, or raise max_attempts_without_progress (now "
+            "way. Correct the cause and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
     elif counted > failures.driver_restarts:

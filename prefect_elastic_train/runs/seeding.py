@@ -133,7 +133,7 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
         return replace(source, notes=[*notes, *source.notes])
     message = (
         f"{storage.uri} holds no completed run with a checkpoint of training {request.training_name!r} (train loop "
-        f"{fingerprint.loop!r}) of this deployment or flow; it trains from the beginning"
+        f"{fingerprint.loop!r}) of this deployment or flow; training starts from the beginning"
     )
     return Source(notes=[*notes, message])
 

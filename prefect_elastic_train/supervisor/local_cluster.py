@@ -131,8 +131,8 @@ class LocalCluster:
         ]
         # Without a number Ray counts the CPUs itself, and observes the limits of a container.
         num_cpus = self._spec.cluster.num_cpus
-        if beside := self._spec.request.extra_cpus:
-            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + beside
+        if extra_cpus := self._spec.request.extra_cpus:
+            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + extra_cpus
         if num_cpus:
             command.append(f"--num-cpus={num_cpus}")
         num_gpus = len(self._claims.sockets) or self._spec.cluster.num_gpus

@@ -279,7 +279,7 @@ def test_a_flow_run_whose_first_execution_died_before_an_attempt_began_begins_on
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:
-    note = "resume=True, but there was no run 'mnist' in this storage: it is a new one"
+    note = "resume=True, but there was no run 'mnist' in this storage: a new run starts"
     assert begin(store, claim(resume=True)).notes == [note]
     _refused(store, claim(resume_from="base"), "did not start from 'base'")
 
