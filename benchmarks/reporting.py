@@ -88,7 +88,7 @@ MB = 10**6
 RUN_NAME = "llama-7b"
 RUN_URI = f"s3://bucket/runs/{RUN_NAME}"
 WORKERS_PER_NODE = 8
-BEREAVED = (
+PEER_ERROR = (
     'Traceback (most recent call last):\n  File "/app/train.py", line 81, in train\n    loss.backward()\n'
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.{rank}]:4711"
 )
@@ -178,7 +178,7 @@ class SimulatedRun:
         from prefect_elastic_train.core.events import StateChanged, WorkerFailed
 
         dead = self._workers // 2
-        peer_error = BEREAVED.format(rank=0)
+        peer_error = PEER_ERROR.format(rank=0)
         others = [rank for rank in range(self._workers) if rank != dead]
         message = peer_error.splitlines()[-1]
         causes = [

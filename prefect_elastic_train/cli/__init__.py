@@ -24,7 +24,7 @@ __all__ = ["app"]
 COMMANDS = {
     "run": "Train with a loop, without writing a flow for it. Logs go to standard error.",
     "rehearse": "Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.",
-    "resume": "Resume a flow run whose machine was lost, and which still looks running.",
+    "resume": "Resume a flow run whose machine was lost, and which Prefect still shows as running.",
     "doctor": "Check everything that a training needs, and print what to do about problems.",
     "runs": "List, check and clean up the runs of a storage.",
     "automations": "Automations that resume dead flow runs, start evaluations and send alerts.",

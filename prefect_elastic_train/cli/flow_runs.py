@@ -19,7 +19,7 @@ def resume_flow_run(
     flow_run_id: Annotated[UUID, typer.Argument(help="Id of the flow run.", metavar="FLOW_RUN")],
     force: Annotated[bool, typer.Option("--force", help="Do not check whether the flow run is alive.")] = False,
 ) -> None:
-    """Resume a flow run whose machine was lost, and which still looks running.
+    """Resume a flow run whose machine was lost, and which Prefect still shows as running.
 
     A flow run that may be alive is refused: one with a process on this machine, or with a recent heartbeat to Prefect.
     A dead Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled. A run

@@ -64,7 +64,7 @@ def run_training(
     framework: Framework = "torch",
     workers: Annotated[str, _option("Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
     profile: Annotated[
-        str, _option("Name of several saved blocks. Others: the settings', else defaults.", "NAME")
+        str, _option("Name that several saved blocks share. Other blocks: from the settings, else defaults.", "NAME")
     ] = "",
     scaling: _SavedBlock = "",
     failures: _SavedBlock = "",

@@ -67,13 +67,13 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with exit_on_error():
         opened = open_for_command(storage)
-        found = _read_runs(inspect_run, opened, [run])
-        if not found:
+        details = _read_runs(inspect_run, opened, [run])
+        if not details:
             raise ConfigurationError(f"{opened.uri}/{run} is a folder without a run of this package")
         if as_json:
-            print_json(found[0])
+            print_json(details[0])
         else:
-            _print_details(found[0])
+            _print_details(details[0])
 
 
 @app.command("verify")
@@ -223,7 +223,7 @@ def _print_details(details: RunDetails) -> None:
             "train loop": f"{record.fingerprint.loop} ({record.fingerprint.framework})" if record else "",
             "workers": " → ".join(str(world.size) for world in accounts.world_sizes),
             "faults": f"{format_faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits",
-            "may still fail": format_counts(accounts.left),
+            "failures left": format_counts(accounts.left),
             "goodput": f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}",
         }
     )

@@ -41,7 +41,7 @@ class EventQueue:
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Add an event to the queue, unless it is long and the event is a progress event.
+        """Add an event to the queue. If the queue is long, a heartbeat or a report without a checkpoint is dropped.
 
         This method neither fails nor blocks. Events that are added after the close are not written.
         """
@@ -51,7 +51,7 @@ class EventQueue:
             self._events.put(event)
 
     def close(self, timeout_seconds: float) -> None:
-        """Wait up to a time limit until all queued events are written. Later events are not."""
+        """Wait up to a time limit until all queued events are written. Events that are added later are lost."""
         if self._dropped:
             logger.warning("%d events were dropped", self._dropped)
         self.closed.set()

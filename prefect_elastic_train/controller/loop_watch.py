@@ -73,7 +73,7 @@ class LoopWatch:
         self._has_stepped = False
         self._has_warned_of_wait = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
-        self._free_at: dict[int, float] = {}
+        self._waiting_since: dict[int, float] = {}
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Check the train loops by the status that a poll returned for each rank, and publish warnings.
@@ -103,8 +103,8 @@ class LoopWatch:
             self._publish(LoopWarned(problem="no-checkpoint", message=message))
         for rank, status in enumerate(statuses):
             if hasattr(status, "waited"):
-                self._free_at[rank] = now - status.waited
-        waited = now - min(self._free_at.values(), default=now)
+                self._waiting_since[rank] = now - status.waited
+        waited = now - min(self._waiting_since.values(), default=now)
         if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
             self._has_warned_of_wait = True
             self._warn_of_wait()

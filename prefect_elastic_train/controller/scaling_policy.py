@@ -153,7 +153,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._start_problem = f"room for {size} worker(s), which seemed free and was not"
         else:
             self._start.record_failure(time.monotonic())
-            self._start_problem = f"a start that succeeds (the last one: {failure})"
+            self._start_problem = f"a successful start (the last one failed: {failure})"
 
     def make_decision_for_non_running_worker_group(self) -> rays.ScalingDecision:
         """Return the decision to start a worker group with as many workers as fit, or no decision if too few fit.

@@ -93,7 +93,7 @@ def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
 
 
 def _slices(nodes: Collection[Node], shape: SliceShape) -> list[tuple[str, list[Node]]]:
-    """Return name and hosts of each TPU slice of a shape, sorted by name. It may lack hosts that are lost or drain."""
+    """Return name and hosts of each TPU slice of a shape, sorted by name. Hosts that are lost or drain are missing."""
     members: defaultdict[str, list[Node]] = defaultdict(list)
     for node in nodes:
         if node.labels.get("ray.io/tpu-pod-type") == shape.pod_type:
@@ -206,7 +206,7 @@ class Start:
     _last_size: int | None = None
     _since: float | None = None
     _failures: int = 0
-    _limit: int = 0
+    _reduced_size: int = 0
     _limited_until: float = 0.0
     _not_before: float = 0.0
 
@@ -218,7 +218,7 @@ class Start:
 
     def limit(self, now: float) -> int:
         """Return the largest number of workers to try; it is reduced for a time if Ray could not place a group."""
-        return self._limit if now < self._limited_until else self.demand.max_workers
+        return self._reduced_size if now < self._limited_until else self.demand.max_workers
 
     def record_start(self, size: int) -> None:
         """Record that a worker group of this size trains."""
@@ -234,7 +234,7 @@ class Start:
         self._failures += 1
         if refused:
             step = self.demand.shape.workers if self.demand.shape is not None else 1
-            self._limit = max(self.demand.min_workers, refused - step * 2 ** (self._failures - 1))
+            self._reduced_size = max(self.demand.min_workers, refused - step * 2 ** (self._failures - 1))
             self._limited_until = now + _REFUSED_SECONDS
         if refused <= self.demand.min_workers:
             self._not_before = now + min(self._failures**2, _MAX_PAUSE_SECONDS)

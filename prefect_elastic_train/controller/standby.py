@@ -30,7 +30,7 @@ from prefect_elastic_train.worker.standby_process import (
     assigned_devices,
     memory_and_threads,
     process_state,
-    use_devices,
+    set_assigned_devices,
     warm_up,
 )
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 #: imports may need the processors.
 _BOOT_AFTER_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # between two checks of the standbys
-_MAX_PAUSE_SECONDS = 3600.0  # up to which this grows after losses
+_MAX_PAUSE_SECONDS = 3600.0  # longest time between two checks, which grows after losses
 _STANDBY_QUERY_SECONDS = 1.0  # for answers of workers and standbys
 _DEVICES_SECONDS = 30.0  # for the tasks that look up the devices of a placement group
 _EXPECTED_BYTES = 3 * 2**28  # memory of a standby with torch for CUDA
@@ -131,9 +131,9 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
             self._pause_seconds *= 2
         self._next_check = now + min(self._pause_seconds, _MAX_PAUSE_SECONDS)
 
-    def release(self, but_not: Collection[Any] = ()) -> None:
-        """Kill all standby workers, except those with an actor in ``but_not``. Afterwards none is registered."""
-        kill_actors(standby.actor for standby in self._parked if standby.actor not in but_not)
+    def release(self, keep: Collection[Any] = ()) -> None:
+        """Kill all standby workers, except those with an actor in ``keep``. Afterwards none is registered."""
+        kill_actors(standby.actor for standby in self._parked if standby.actor not in keep)
         self._parked = []
 
     def assign(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
@@ -154,7 +154,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
                 workers = _assign(warm, group, indices, resources)
         except Exception:
             logger.warning("Cannot use standby workers; booting others", exc_info=True)
-        self.release(but_not=[worker.actor for worker in workers.values()])
+        self.release(keep=[worker.actor for worker in workers.values()])
         return workers
 
     def _boot_missing(self) -> None:
@@ -221,7 +221,9 @@ def _assign(
         for standby in [standby for standby in warm if (standby.metadata.node_id, standby.visible_devices) == location]:
             warm.remove(standby)
             try:
-                ray.get(standby.actor.execute.remote(use_devices, devices[index]), timeout=_STANDBY_QUERY_SECONDS)
+                ray.get(
+                    standby.actor.execute.remote(set_assigned_devices, devices[index]), timeout=_STANDBY_QUERY_SECONDS
+                )
             except Exception as error:  # noqa: BLE001 - another worker is booted instead
                 logger.info("A standby worker died: %s", error)
                 continue

@@ -67,5 +67,5 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
         for head in heads:
             remove_placement_group(head)
         raise
-    group._head_pgs += heads  # which it removes with the rest
+    group._head_pgs += heads  # so that it removes them with its placement group
     return handles.SlicePlacementGroupHandle(group)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from .outcomes import AttemptFailedError
 from .size_limits import as_json
 
-SCHEMA_VERSION = 3  # that this version of the package writes; others are refused
+SCHEMA_VERSION = 3  # schema of the records that this version of the package writes; others are refused
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -116,8 +116,8 @@ class RunRecord(_Record):
     resume_from: str = ""
     #: The checkpoint that ``resume_from`` selected, as ``<run>@<folder>``; empty: there was none; None: not searched.
     source: str | None = None
-    #: Id of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.default_run_name`.
-    part: str = ""
+    #: Name of the training within its flow, the same in each flow run; see :func:`runs.fingerprints.training_name`.
+    training_name: str = ""
     versions: dict[str, str] = {}
 
 
@@ -148,8 +148,9 @@ class EndedRecord(_Record):
     at: float = Field(default_factory=time.time)
     message: str = ""
     result: dict[str, Any] | None = None
-    #: The budget that it exhausted, as text. Then no automatic restart follows, and a manual retry has new budgets.
-    verdict: str = ""
+    #: Message about the budget that the attempt exhausted; empty if none. No automatic restart follows an exhausted
+    #: budget, and a manual retry has new budgets.
+    exhausted_budget: str = ""
 
 
 class CommitRecord(_Record):

@@ -36,14 +36,14 @@ class RunRequest:
 
     Attributes:
         owner: The flow run of the training; the driver fills in host and process.
-        named: The user set the run name, so a changed configuration is intended.
-        part: Id of the training within its flow, the same in each flow run.
-        resumed: The flow run was executed before, so the run may exist.
-        begun: An event has shown that the run exists, so its run directory must be there.
+        named: True if the user set the run name. A changed configuration is then intended.
+        training_name: Name of the training within its flow, the same in each flow run.
+        resumed: True if the flow run was executed before. The run may then exist.
+        begun: True if an event has shown that the run exists. Its run directory must then be there.
         known_storage: URI of the storage that earlier trainings used through the same saved block, which must not be
             empty now, and the name of the Prefect variable with that URI; both empty if unknown.
-        has_datasets: Ray Data runs tasks besides the workers.
-        cpus_beside: CPUs for Ray Data and a validation besides those of the workers.
+        has_datasets: True if Ray Data runs tasks besides the workers.
+        extra_cpus: CPUs for Ray Data and a validation, in addition to those of the workers.
         totals: Amounts of work, such as ``max_steps``, from the loop's configuration.
     """
 
@@ -53,12 +53,12 @@ class RunRequest:
     named: bool = False
     resume: bool = False
     resume_from: str = ""
-    part: str = ""
+    training_name: str = ""
     resumed: bool = False
     begun: bool = False
     known_storage: tuple[str, str] = ("", "")
     has_datasets: bool = False
-    cpus_beside: int = 0
+    extra_cpus: int = 0
     totals: dict[str, Any] = field(default_factory=dict)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)
     payload: bytes = field(default=b"", repr=False)

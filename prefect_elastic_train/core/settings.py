@@ -188,7 +188,7 @@ class FailureSettings(SettingsModel):
 
 
 class CheckpointSettings(SettingsModel):
-    """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
+    """Checkpoints that are kept. See :class:`CheckpointPolicy`."""
 
     keep: _AtLeastOne | None = None
     """How many checkpoints to keep, the newest ones, or the best ones and besides them the newest. Empty: all."""
@@ -225,7 +225,7 @@ def _address(value: str) -> str:
 
 # A validation error must not show its input: it may be the token, also under a misspelt name.
 class ClusterSettings(SettingsModel, hide_input_in_errors=True):
-    """Which Ray cluster trains. See :class:`RayCluster`."""
+    """The Ray cluster of a training. See :class:`RayCluster`."""
 
     address: Annotated[str, AfterValidator(_address)] = ""
     """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""

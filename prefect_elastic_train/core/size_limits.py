@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 32 * 1024
 MAX_LOG_BYTES = 128 * 1024
 
 #: Metrics that are kept before others: the position of a report.
-_FIRST = ("global_step", "iteration", "step", "epoch", "progress")
+_KEPT_FIRST = ("global_step", "iteration", "step", "epoch", "progress")
 #: Length of name and text of a metric that takes more than a fourth of the limit.
 _MAX_METRIC_TEXT = 200
 
@@ -68,7 +68,7 @@ def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, An
         return dict(metrics)
     fitting: dict[str, Any] = {}
     room = MAX_METRICS_BYTES - 100
-    for name in sorted(metrics, key=lambda name: name != score and name not in _FIRST):
+    for name in sorted(metrics, key=lambda name: name != score and name not in _KEPT_FIRST):
         entry = {name: metrics[name]}
         if size_of(entry) > MAX_METRICS_BYTES // 4:
             entry = {truncate(name, _MAX_METRIC_TEXT): truncate(str(metrics[name]), _MAX_METRIC_TEXT)}

@@ -68,7 +68,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator
         cluster: A saved ``RayCluster``.
         profile: A name under which blocks of several types are saved. All other blocks are the default ones.
     """
-    specs: list[DriverSpec] = []  # that of a training with these blocks, if they can be loaded
+    specs: list[DriverSpec] = []  # spec of a training with these blocks; empty if they cannot be loaded
 
     def check_blocks() -> Iterator[Finding]:
         yield from check_block_types()

@@ -145,7 +145,7 @@ class Attempt:
         return AttemptEnded(
             outcome=Outcome.SUPERSEDED if is_own else Outcome.INVALID,
             message=f"run {request.run_name!r} was taken over by attempt {newest}, which another process began for "
-            f"{owner.describe()}; what this attempt trained after that counts for nothing",
+            f"{owner.describe()}; the training of this attempt after that does not count",
         )
 
     def close(self, ended: AttemptEnded) -> None:
@@ -288,13 +288,13 @@ class Attempt:
     def _end_of_finished(self, finished: EndedRecord) -> AttemptEnded:
         """Return the final event of an attempt on a run that was finished before, with the recorded result."""
         self.recorder.recall_history()
-        wanted = self.spec.request.fingerprint
-        trained_with = RunDirectory(self.store).fingerprint or wanted
+        requested = self.spec.request.fingerprint
+        trained_with = RunDirectory(self.store).fingerprint or requested
         return AttemptEnded(
             outcome=Outcome.COMPLETED,
             already_finished=True,
             message="the run was finished before; its result is returned",
-            warning=trained_with.uncompared(wanted),
+            warning=trained_with.uncompared(requested),
             result=finished.result or self._result(),
         )
 

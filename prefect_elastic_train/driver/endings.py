@@ -34,7 +34,7 @@ def final_event_of_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
         message = "its flow process stopped the driver"
     except (OSError, ValueError):
         outcome = Outcome.DRIVER_LOST
-        message = "the driver was ended by a signal, as when its flow process has died"
+        message = "the driver was ended by a signal; its flow process has probably died"
     return AttemptEnded(outcome=outcome, message=message)
 
 
@@ -45,7 +45,7 @@ def _classify(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]
         case ConfigurationError():
             return Outcome.INVALID, str(error)
         case ImportError():
-            return Outcome.INVALID, f"the driver lacks what it needs: {error}"
+            return Outcome.INVALID, f"the driver cannot import a module: {error}"
     # If Ray Train is not loaded, the error is not one of its; importing it takes seconds and may fail.
     ended = _classify_error_of_ray(cause, storage) if "ray.train" in sys.modules else None
     if ended:
@@ -105,8 +105,8 @@ def _classify_storage_error(error: OSError, storage: StorageSettings) -> tuple[O
     message = str(error)
     if not isinstance(error, StorageFaultError):
         message = (
-            f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that exists "
-            "or can be made, with room and write permission for this user"
+            f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Use a storage that exists "
+            "or can be created, with free space and write permission for this user"
         )
     return Outcome.DRIVER_LOST if is_transient else Outcome.STORAGE_ERROR, message
 

@@ -82,12 +82,12 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         raise AttemptFailedError(
-            "label_selector and placement_strategy 'STRICT_SPREAD' require nodes that others join, and the local "
+            "label_selector and placement_strategy 'STRICT_SPREAD' require several nodes or labels, and the local "
             "cluster is one node without labels; leave them at their defaults, or join another cluster"
         )
     max_workers = scaling.max_workers
     for name, amount in resources_per_worker(scaling).items():
-        available = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
+        available = resources.get(name, 0) - (name == "CPU" and spec.request.extra_cpus)
         if amount * scaling.min_workers > available:
             raise AttemptFailedError(
                 f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
@@ -96,7 +96,7 @@ def limit_to_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> Sca
             )
         if amount:
             max_workers = min(max_workers, int(available / amount))
-    return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.cpus_beside else scaling
+    return scaling.model_copy(update={"max_workers": max_workers}) if spec.request.extra_cpus else scaling
 
 
 def error_within(seconds: float, action: Callable[[], object]) -> BaseException | None:
@@ -104,17 +104,17 @@ def error_within(seconds: float, action: Callable[[], object]) -> BaseException 
 
     The thread of an action that takes too long is left to itself.
     """
-    ends: list[BaseException | None] = [TimeoutError("no answer")]
+    results: list[BaseException | None] = [TimeoutError("no answer")]
 
     def run() -> None:
         try:
             action()
-            ends.append(None)
+            results.append(None)
         except BaseException as error:  # noqa: BLE001 - the caller decides
-            ends.append(error)
+            results.append(error)
 
     start_thread(run).join(seconds)
-    return ends[-1]
+    return results[-1]
 
 
 def _cluster_address(spec: DriverSpec) -> str:

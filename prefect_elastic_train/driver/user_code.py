@@ -144,7 +144,9 @@ def make_datasets(payload: Payload) -> dict[str, Any]:
         if context := payload.data_context:
             vars(context.get_current()).update(vars(context))
         datasets = payload.datasets() if callable(payload.datasets) else payload.datasets
-        return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
+        return {
+            name: dataset() if inspect.isfunction(dataset) else dataset for name, dataset in (datasets or {}).items()
+        }
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)
         raise AttemptFailedError(

@@ -102,7 +102,7 @@ def make_request(
     run_name = options.get("run_name")
     flow = position.calls[-1] if position.calls else position.owner
     flow_name = flow.flow_name or fingerprints.train_loop_name(train_loop)
-    default_name = fingerprints.default_run_name(flow_name, position.owner.flow_run_id, position.number, position.calls)
+    default_name = fingerprints.training_name(flow_name, position.owner.flow_run_id, position.number, position.calls)
     validation_resources = getattr(options.get("validation_config"), "ray_remote_kwargs", {"num_cpus": 0})
     return RunRequest(
         run_name=run_name or default_name,
@@ -111,10 +111,10 @@ def make_request(
         named=run_name is not None,
         resume=options.get("resume", False),
         resume_from=options.get("resume_from") or "",
-        part=fingerprints.default_run_name(flow_name, "", position.number, position.calls),
+        training_name=fingerprints.training_name(flow_name, "", position.number, position.calls),
         resumed=position.resumed,
         has_datasets=has_datasets,
-        cpus_beside=has_datasets + math.ceil(validation_resources.get("num_cpus", 1)),
+        extra_cpus=has_datasets + math.ceil(validation_resources.get("num_cpus", 1)),
         # ``num_steps`` may be anything, such as the length of a roll-out.
         totals={
             name: total

@@ -59,15 +59,15 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
             )
         if state.is_cancelling():
             _set_state(client, flow_run_id, Cancelled(message="It was cancelling, and no process was left to do it."))
-            yield f"{flow_run.name} was being cancelled and is Cancelled now. To resume it, do the same again"
+            yield f"{flow_run.name} was being cancelled and is Cancelled now. To resume it, run this command again"
             return
         _set_state(client, flow_run_id, Crashed(name=LOST, message="A person found that no process executes it."))
         yield f"{flow_run.name} was {state.name} and is {LOST} (Crashed) now"
     if flow_run.deployment_id is None:
         raise ConfigurationError(
             f"flow run {flow_run.name} has no deployment, so no runner will take it: execute it with `prefect flow-run "
-            f"retry {flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
-            "prefect_elastic_train.train_flow.train"
+            f"retry {flow_run_id} --entrypoint file.py:flow`, where it was started; the entrypoint of "
+            "`elastic-train run` is prefect_elastic_train.train_flow.train"
         )
     _set_state(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
     yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"

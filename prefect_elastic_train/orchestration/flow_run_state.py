@@ -52,12 +52,12 @@ def query_prefect(
     return answers[0] if answers else None
 
 
-def last_event_time(client: SyncPrefectClient, wanted: Mapping[str, Any]) -> float:
-    """Return the time of the newest Prefect event that the filter ``wanted`` selects, in seconds since the epoch.
+def last_event_time(client: SyncPrefectClient, event_filter: Mapping[str, Any]) -> float:
+    """Return the time of the newest Prefect event that a filter selects, in seconds since the epoch.
 
     It is 0 if there is none.
     """
-    newest = client.read_events(EventFilter.model_validate(wanted), limit=1).events
+    newest = client.read_events(EventFilter.model_validate(event_filter), limit=1).events
     # Prefect rounds the time to microseconds.
     return newest[0].occurred.timestamp() + 1e-6 if newest else 0.0
 
@@ -67,8 +67,8 @@ def outermost_ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[s
 
     ``flow_run_ids`` are ordered from the innermost to the outermost flow run.
     """
-    wanted = {"id": {"any_": flow_run_ids}, "state": {"type": {"any_": _STOPPING_STATES}}}
-    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
+    flow_run_filter = {"id": {"any_": flow_run_ids}, "state": {"type": {"any_": _STOPPING_STATES}}}
+    flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(flow_run_filter))
     return max((str(flow_run.id) for flow_run in flow_runs), key=flow_run_ids.index, default="")
 
 

@@ -51,7 +51,7 @@ class OutputLimits:
         self._lines = Counter[str]()
         self._omitted = Counter[str]()
 
-    def allows(self, source: str) -> bool:
+    def admit_line(self, source: str) -> bool:
         """Count a line of output from a source, such as ``rank 3``. Return True if it is within the source's limit."""
         rate = _RANK_0_RATE if source == "rank 0" else self._rate
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
@@ -133,7 +133,7 @@ class RunLog:
                 return
             self._progress_bar_at = time.monotonic()
         self.note(self._limits.end_window())
-        if self._limits.allows(source):
+        if self._limits.admit_line(source):
             tag = f"attempt {self._attempt} {source}" if self._attempt else source
             self.note(truncate(f"[{tag}] {text}", _MAX_LINE), level)
 

@@ -19,7 +19,7 @@ from prefect_elastic_train.report.run_report import RunReport
 PREFIX = "elastic-train.run."
 WORKER_FAILED = f"{PREFIX}worker-failed"
 DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
-#: Events that only an attempt has that began to train or to start workers.
+#: Events that are sent once an attempt has begun to start workers or to train.
 ATTEMPT_EVENTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", f"{PREFIX}checkpoint"]
 #: Events that may be frequent, of which only some are sent.
 FREQUENT_EVENTS = (f"{PREFIX}checkpoint", f"{PREFIX}best-checkpoint", f"{PREFIX}storage-waited")

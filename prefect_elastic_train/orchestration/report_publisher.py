@@ -29,7 +29,7 @@ from .prefect_events import FREQUENT_EVENTS, RunEvent, end_event, translate
 #: Seconds between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-#: Seconds between two updates while only time passes.
+#: Seconds between two updates while there is no event.
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0

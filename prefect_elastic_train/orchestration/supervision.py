@@ -104,7 +104,7 @@ class TrainingState(enum.Enum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
     INTERRUPTED = "interrupted"
-    DETACHED = "left to its job"
+    DETACHED = "continues as a job"
     #: Another process publishes the training now, or has set the state of its flow run.
     TAKEN_OVER = "taken over"
 
@@ -174,11 +174,11 @@ class Training(Follower):
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
         self._state = TrainingState.CREATED
-        #: End of the time limit on the monotonic clock, which steps of the wall clock do not move.
+        #: Deadline of the training on the monotonic clock. Changes of the system time do not move it.
         self._deadline = time.monotonic() + (self.timeout_seconds or math.inf)
         self._interruptions = count_signals()
         self._terminations = count_signals(signal.SIGTERM)
-        #: Driver restarts that the run's records leave.
+        #: Number of driver restarts left, according to the run's records.
         self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
         self._idle_attempts = 0

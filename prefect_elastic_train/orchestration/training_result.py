@@ -83,7 +83,7 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
         The checkpoint itself if it is in a directory; else a copy, which is removed afterwards.
 
     Raises:
-        CheckpointGoneError: The run has no such checkpoint, or no longer has it.
+        CheckpointGoneError: The run has no such checkpoint; it may have been deleted.
         FileNotFoundError: There is no such run.
         ConfigurationError: The storage block cannot be loaded, or is not the storage of the checkpoint.
         StorageFaultError: The storage refuses, or does not answer for too long.
@@ -101,8 +101,8 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
                 raise FileNotFoundError(uri)
         except FileNotFoundError as error:
             if run.size(layout.RUN) is not None:
-                raise CheckpointGoneError(f"{uri}: the run has no such checkpoint, or no longer") from error
-            raise FileNotFoundError(f"{uri}: there is no such checkpoint, and no run that it could be of") from error
+                raise CheckpointGoneError(f"{uri}: the run has no such checkpoint; it may have been deleted") from error
+            raise FileNotFoundError(f"{uri}: no such checkpoint, and its parent folder is not a run") from error
         yield Path(directory)
 
 

@@ -68,10 +68,10 @@ def norm_difference(first: Arrays, second: Arrays) -> float:
 
 
 def _sizes(first: Arrays, second: Arrays, measure: Callable[[Any], Any]) -> dict[str, tuple[float, float]]:
-    """Return two sizes for each array or number that two checkpoints both have and that is not equal, by its name.
+    """Return two sizes by the name of each array or number that two checkpoints both have, if its two values differ.
 
-    The first one is that of the difference, infinite if the shapes differ. The second one is that of the larger one of
-    the two values, without numbers that are not finite.
+    The first size is that of the difference; it is infinite if the shapes differ. The second size is that of the larger
+    value, without infinite numbers and NaN.
 
     Args:
         first, second: The arrays of the two checkpoints.

@@ -171,7 +171,7 @@ class _Comparer:
         return [first, *(gap for gap in last if gap.pair is not first.pair)]
 
     def _differences(self, pairs: Iterable[_ReportPair], is_same_size: bool) -> Iterator[_Gap]:
-        """Yield the difference at each pair of reports that have a common metric, or readable states a common array."""
+        """Yield the difference at each pair of reports whose metrics, or readable states, have a name in common."""
         for pair in pairs:
             left, right = pair.states() if self.has_state else (pair.undisturbed.metrics, pair.disturbed.metrics)
             if not left.keys() & right.keys():

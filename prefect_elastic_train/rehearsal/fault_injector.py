@@ -83,18 +83,18 @@ class FaultInjector:
         """
         began_at = time.time()
         before = trace.model_copy(deep=True)
-        end = ExitStack()
-        description = self._start(fault, trace, end)
+        cleanup = ExitStack()
+        description = self._start(fault, trace, cleanup)
         self.log(f"{fault.kind}: {description}")
         recovered = False
         try:
             while not recovered and time.time() - began_at <= self.timeout_seconds:
                 yield
                 if time.time() - began_at > _FAULT_SECONDS.get(fault.kind, 0.0):
-                    end.close()
+                    cleanup.close()
                     recovered = self._has_recovered(fault, before, trace)
         finally:
-            end.close()
+            cleanup.close()
             if recovered or not trace.is_complete:  # else the loop returned too early, and the next training repeats it
                 times = [began_at, *(at for at in trace.progress_times if at > began_at), time.time()]
                 injected = InjectedFault(
@@ -125,10 +125,10 @@ class FaultInjector:
         is_new_group = trace.group_count > before.group_count and trace.progress_times[-1] >= trace.started_at
         return is_new_group and (fault.kind != GROWTH or len(trace.ranks) > len(before.ranks))
 
-    def _start(self, fault: PlannedFault, trace: Trace, end: ExitStack) -> str:
+    def _start(self, fault: PlannedFault, trace: Trace, cleanup: ExitStack) -> str:
         """Begin a fault, such as killing a rank or adding a node, and return its description for the certificate.
 
-        What ends the fault is added to ``end``.
+        A function that ends the fault is added to ``cleanup``.
         Raise psutil.Error if the process to kill or suspend has exited.
         """
         if fault.kind in (WORKER, FREEZE):
@@ -147,7 +147,7 @@ class FaultInjector:
             return "the driver was killed"
         if fault.kind == STORAGE:
             self.sandbox.outage.touch()
-            end.callback(self.sandbox.outage.unlink)
+            cleanup.callback(self.sandbox.outage.unlink)
             return f"the storage did not answer for {_FAULT_SECONDS[STORAGE]:g} s"
         if fault.kind == GROWTH:
             self.sandbox.add_node()
@@ -157,7 +157,7 @@ class FaultInjector:
             self._remove_node(node_id)
             return "a node was killed"
         self.sandbox.nodes.drain(node_id, _FAULT_SECONDS[DRAIN])
-        end.callback(self._remove_node, node_id)
+        cleanup.callback(self._remove_node, node_id)
         return f"a node was drained, and killed after {_FAULT_SECONDS[DRAIN]:g} s"
 
     def _remove_node(self, node_id: str) -> None:

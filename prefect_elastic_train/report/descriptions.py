@@ -50,7 +50,7 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             return Description(f"attempt {event.attempt} starts from {_start(event.checkpoint)}", event.previous_end)
         case ev.WorkerGroupStarted():
             workers = "1 worker starts" if event.world_size == 1 else f"{event.world_size} workers start"
-            offer = f"; {_start(event.checkpoint)} is offered" if event.checkpoint else ""
+            offer = f"; it can restore {_start(event.checkpoint)}" if event.checkpoint else ""
             return Description(f"{workers} the loop{offer}")
         case ev.LoopWarned():
             return Description(event.message, is_warning=True)
@@ -89,7 +89,7 @@ def describe_wait(event: ev.WaitingForCapacity) -> Description:
     fitting = f"{event.possible_workers} of at least {event.min_workers} workers fit"
     return Description(
         "waiting for capacity" + (f" for {seconds:.0f} s" if seconds >= 1 else ""),
-        f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more of them'}",
+        f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more resources'}",
         is_warning=True,
     )
 

@@ -78,7 +78,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     )
     yield format_counts(+counts) or "no failures"
     if tally.left and report.is_live:
-        yield f"may still fail: {format_counts(tally.left)}"
+        yield f"failures left: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
 
 
@@ -106,11 +106,11 @@ def _time(account: TimeAccount) -> str:
 
 def _checkpoints(report: RunReport) -> str:
     lines = [
-        f"- {clock(made.at)} {code(loop_name(made.name))}"
-        + (f", {size(made.size_bytes)}, by attempt {made.attempt}" if made.attempt else "")
-        + ("; **best**" if made is report.best else "")
-        + (f"  \n  {metrics}" if (metrics := _metrics(made.metrics, TOTALS)) else "")
-        for made in reversed(report.checkpoints)
+        f"- {clock(checkpoint.at)} {code(loop_name(checkpoint.name))}"
+        + (f", {size(checkpoint.size_bytes)}, by attempt {checkpoint.attempt}" if checkpoint.attempt else "")
+        + ("; **best**" if checkpoint is report.best else "")
+        + (f"  \n  {metrics}" if (metrics := _metrics(checkpoint.metrics, TOTALS)) else "")
+        for checkpoint in reversed(report.checkpoints)
     ]
     return "\n".join(lines) or "None yet."
 

@@ -225,12 +225,12 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     @property
     def is_live(self) -> bool:
         """True until the training has ended, or another process or its Ray job continues it."""
-        return self.state not in ("completed", "left to its job", "taken over", *_OUTCOMES)
+        return self.state not in ("completed", "continues as a job", "taken over", *_OUTCOMES)
 
     @property
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best score; None without a score. Of equal ones the newest, which Ray Train keeps."""
-        scored = {made.score: made for made in self.checkpoints if made.score is not None}
+        scored = {checkpoint.score: checkpoint for checkpoint in self.checkpoints if checkpoint.score is not None}
         best_of = max if self.score_order == "max" else min
         return scored[best_of(scored)] if scored else None
 
@@ -246,8 +246,10 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
 
     def _start_attempt(self, event: ev.AttemptStarted) -> None:
         # Later checkpoints were damaged or incomplete.
-        self.checkpoints = [made for made in self.checkpoints if age_of(made.name) <= age_of(event.checkpoint)]
-        if event.checkpoint and all(made.name != event.checkpoint for made in self.checkpoints):
+        self.checkpoints = [
+            checkpoint for checkpoint in self.checkpoints if age_of(checkpoint.name) <= age_of(event.checkpoint)
+        ]
+        if event.checkpoint and all(checkpoint.name != event.checkpoint for checkpoint in self.checkpoints):
             # A checkpoint of another run, which can be the best one of this run, or one whose event was lost.
             self._add_checkpoint(event.checkpoint, event.checkpoint_at or event.at, event.inherited)
         self.run_uri = event.run_uri
@@ -273,10 +275,10 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             for best in (event.result or {}).get("best_checkpoints", [])[-1:]:
                 # An asynchronous validation may have scored it after its commit.
                 name = best["uri"].rpartition("/")[2]
-                if all(made.name != name for made in self.checkpoints):
+                if all(checkpoint.name != name for checkpoint in self.checkpoints):
                     self.checkpoints.insert(0, Checkpoint(name=name, at=event.at, metrics=_bounded(best["metrics"])))
-                for made in self.checkpoints:
-                    made.score = score_of(best["metrics"], self.score_attribute) if made.name == name else None
+                for saved in self.checkpoints:
+                    saved.score = score_of(best["metrics"], self.score_attribute) if saved.name == name else None
             self._set_state("completed")
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", event.message)
@@ -301,7 +303,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             self.checkpoints[-1].size_bytes = event.size_bytes
             self.checkpoints_made += 1
         progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
-        numbers.pop("progress", None)  # it need not be one
+        numbers.pop("progress", None)  # a metric with this name need not be a share
         if progress:
             self.progress = progress
             numbers["progress"] = progress.fraction

@@ -219,7 +219,7 @@ def _record_or_adopt_run(run: RunDirectory, request: RunRequest) -> list[str]:
         creator=run.owner or request.owner,
         fingerprint=run.fingerprint or request.fingerprint,
         resume_from=request.resume_from,
-        part=request.part,
+        training_name=request.training_name,
         versions=_VERSIONS,
     )
     if is_torn:
@@ -230,11 +230,11 @@ def _record_or_adopt_run(run: RunDirectory, request: RunRequest) -> list[str]:
         notes.append("run.json was torn or missing and was rewritten")
     elif request.resumed and not notes:
         notes.append(
-            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: it is a new one. If it "
-            "had trained before, cancel it and mount the storage"
+            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: a new run starts. If "
+            "the flow run trained before, cancel it and mount the storage"
         )
     elif request.resume and not notes:
-        notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
+        notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: a new run starts")
     return notes
 
 
@@ -251,7 +251,7 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
         outcome = Outcome.NO_PROGRESS
         reason = (
             f"{without_progress} attempts in a row ended without a new checkpoint, and the next one would end the same "
-            "way. Correct what ends them and retry the flow run, or raise max_attempts_without_progress (now "
+            "way. Correct the cause and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
     elif counted > failures.driver_restarts:
@@ -265,7 +265,7 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
         return counted
     last = run.newest_attempt
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST, message="no final event")
-    run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": reason})))
+    run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"exhausted_budget": reason})))
     message = f"{reason}. The last of them ended as {ended.outcome}: {truncate(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
@@ -297,7 +297,7 @@ def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
         # Attempts that did nothing, or that a person cancelled, do not count. Their commits are progress.
         if attempt.outcome == Outcome.CANCELLED or (record and not record.confirmed):
             continue
-        if attempt.ended and (attempt.ended.verdict or attempt.outcome not in _COUNTED):
+        if attempt.ended and (attempt.ended.exhausted_budget or attempt.outcome not in _COUNTED):
             break
         progress.append(has_progress)
     return progress

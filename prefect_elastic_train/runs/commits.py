@@ -89,7 +89,7 @@ class CommitLog:
         self._attempt = attempt
         self._run = RunDirectory(store, attempt)  # a cached view, replaced after each commit
         self._manifest: dict[str, dict[str, int]] = {}  # file sizes of all checkpoints that are kept
-        self._full = 0  # sequence number of the last full commit, which lists them all
+        self._full_sequence = 0  # sequence number of the last full commit, which lists them all
         self._own: dict[int, int] = {}  # kept commits: sequence number, and that of the full commit that it builds on
 
     def newest_commit(self) -> CommitRecord | None:
@@ -125,7 +125,7 @@ class CommitLog:
             attempt=self._attempt,
             sequence=max(self._own, default=0) + 1,
             trained=self.trained_seconds(),
-            since=0 if is_full else self._full,
+            since=0 if is_full else self._full_sequence,
             snapshot=snapshot,
             manifest=self._list_files(snapshot),
         )
@@ -135,10 +135,10 @@ class CommitLog:
         check_fence(self._store, self._attempt)
         if is_full:
             self._store.replace(layout.SNAPSHOT, data)
-            self._full = record.sequence
+            self._full_sequence = record.sequence
             self._manifest = {}
         self._manifest |= record.manifest
-        self._own[record.sequence] = self._full
+        self._own[record.sequence] = self._full_sequence
         kept = [*self._own.items()][-_COMMITS_KEPT:]
         for sequence in self._own.keys() - {sequence for pair in kept for sequence in pair}:
             self._store.delete(layout.commit_name(self._attempt, sequence))

@@ -57,10 +57,10 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
-    """Return the default run name of the n-th training of a flow run. Retries of the flow run have the same name.
+def training_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
+    """Return the name of the n-th training of a flow run, by default its run name. Retries have the same name.
 
-    With an empty ``flow_run_id``, return the id of the training within its flow, the same in each flow run.
+    With an empty ``flow_run_id``, the name has no id of a flow run. It then identifies the training in its flow.
 
     A subflow's own id changes with a retry, so its name has the root's id and the call's number, and deeper subflows
     also a digest of the calls before. 8 characters of the id distinguish runs of a flow: the first ones, or the last

@@ -45,7 +45,7 @@ class DriverState(NamedTuple):
 
 
 def start_heartbeat(store: RunStore, attempt: int, on_fenced_off: Callable[[], object]) -> Callable[[], None]:
-    """Write ``heartbeat.json`` of an attempt from a thread. Return a function that stops that, within two seconds.
+    """Write ``heartbeat.json`` of an attempt from a thread. Return a function that stops it within two seconds.
 
     An outage of the storage is logged once. ``on_fenced_off`` is called once, when a later attempt has started; no
     heartbeat is written after that.

@@ -48,9 +48,9 @@ class HistoryWriter:
         self._store = store
         self._attempt = attempt
         self._segments = itertools.count()
-        self._name = ""  # of the current segment
+        self._name = ""  # name of the current segment
         self._content = b""
-        self._events: deque[ev.Event] = deque()  # that are not in a segment yet
+        self._events: deque[ev.Event] = deque()  # events that are not in a segment yet
         self._unwritten: dict[str, bytes] = {}  # content of the segments that have changed, by name
         self._urgent = threading.Event()
         self._closed = False

@@ -162,7 +162,7 @@ def verify(run: RunDirectory) -> Verification | None:
         name=run.name,
         uri=run.uri,
         whole=not point.repairs,
-        resume=f"starts from checkpoint {checkpoint} of commit {commit}" if commit else "begins from the beginning",
+        resume=f"starts from checkpoint {checkpoint} of commit {commit}" if commit else "starts from the beginning",
         checkpoint=checkpoint,
         commit=commit,
         repairs=point.repairs,

@@ -62,7 +62,7 @@ class RecordedAttempt(BaseModel, frozen=True):
     @property
     def end_message(self) -> str:
         """First line of the message about the attempt's end or its exhausted budget; empty if no end is recorded."""
-        message = self.ended.verdict or self.ended.message if self.ended else ""
+        message = self.ended.exhausted_budget or self.ended.message if self.ended else ""
         return message.strip().partition("\n")[0]
 
     @property

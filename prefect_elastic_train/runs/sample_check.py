@@ -103,7 +103,7 @@ def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str
     about = json.loads(run.store.read(f"{folder}/{SESSION_FILE}") or b"{}")
     if "order" not in about:
         raise ValueError(
-            f"checkpoint {loop_name(folder)} has no digests of them, which only a loop with batches from "
+            f"checkpoint {loop_name(folder)} has no digests of samples, which only a loop with batches from "
             "prefect_elastic_train.loop.session stores"
         )
     parts = []

@@ -18,7 +18,8 @@ from .fingerprints import LATEST_RUN, check_run_name
 from .run_directory import RunDirectory
 from .snapshots import seed_snapshot
 
-#: Number of completed runs that are recorded for each training of a deployment; older ones replace a lost newest one.
+#: Number of completed runs that are recorded for each training of a deployment. If the newest is lost, an older one is
+#: used.
 _RECENT_RUNS = 20
 
 
@@ -101,7 +102,7 @@ def record_completed_run(storage: Storage, name: str) -> None:
     """Add a run to the completed runs of its training, from which ``resume_from="latest"`` chooses."""
     record = decode(RunRecord, storage.run(name).read(layout.RUN))
     if record:
-        folder = _completed_runs(storage, record.creator, record.part)
+        folder = _completed_runs(storage, record.creator, record.training_name)
         folder.replace(f"{record.created_at:017.6f}-{name}.json", encode(record))
         for old in folder.names("")[:-_RECENT_RUNS]:
             folder.delete(old)
@@ -113,7 +114,7 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     ``choice`` selects the checkpoint in that run. Without such a run, return a start from scratch with a message.
     """
     fingerprint = request.fingerprint
-    folder = _completed_runs(storage, request.owner, request.part)
+    folder = _completed_runs(storage, request.owner, request.training_name)
     notes: list[str] = []
     for name in reversed(folder.names("")):
         try:
@@ -131,8 +132,8 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
             notes.append(f"run {record.name!r} had another configuration: {'; '.join(differences)}")
         return replace(source, notes=[*notes, *source.notes])
     message = (
-        f"{storage.uri} holds no completed run with a checkpoint of training {request.part!r} (train loop "
-        f"{fingerprint.loop!r}) of this deployment or flow; it trains from the beginning"
+        f"{storage.uri} holds no completed run with a checkpoint of training {request.training_name!r} (train loop "
+        f"{fingerprint.loop!r}) of this deployment or flow; training starts from the beginning"
     )
     return Source(notes=[*notes, message])
 
@@ -180,11 +181,11 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     return Source(name, folder, metrics[folder], point.commit.manifest.get(folder, {}), notes)
 
 
-def _completed_runs(storage: Storage, owner: Owner, part: str) -> RunStore:
+def _completed_runs(storage: Storage, owner: Owner, training_name: str) -> RunStore:
     """Return the folder with the records of a training's completed runs; their names begin with the runs' start.
 
     They are those of the owner's deployment, or of its flow if it has no deployment.
     """
     scope = f"deployment {owner.deployment_id}" if owner.deployment_id else f"flow {owner.flow_name}"
-    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (scope, part)]
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (scope, training_name)]
     return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}/completed/{'/'.join(digests)}")

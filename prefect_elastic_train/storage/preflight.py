@@ -28,8 +28,8 @@ def preflight(settings: StorageSettings) -> None:
         problem = _find_problem(store)
         if problem:
             raise StorageFaultError(
-                f"{settings.uri}: {problem}. To go on, use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or "
-                "Azure",
+                f"{settings.uri}: {problem}. To go on, use a store without this problem, such as AWS S3, MinIO, "
+                "Ceph, R2, GCS or Azure",
                 kind="unfit",
                 permanent=True,
             )
@@ -44,7 +44,7 @@ def preflight(settings: StorageSettings) -> None:
 
 
 def _find_problem(store: RunStore) -> str:
-    """Return what a storage does not do as a run needs it, as text; empty if it does everything."""
+    """Return the first problem of a storage that prevents a run, as text; empty if there is none."""
     if not store.create(_FILE, b"1") or store.read(_FILE) != b"1":
         return "a written object is not read back"
     if _FILE not in store.names(""):

@@ -34,8 +34,8 @@ _PIPE_SECONDS = 2.0
 #: Time for which a killed process that hangs in the kernel is waited for.
 _REAP_SECONDS = 10.0
 _OUTPUT_QUEUE = 10_000
-#: Time from a driver's start to that of the next, which is pre-started. Its imports take CPU time, and short trainings
-#: need none.
+#: Time after a driver's start at which the next driver is pre-started. Its imports take CPU time, and short trainings
+#: do not need it.
 _PRESTART_SECONDS = 60.0
 
 

@@ -75,15 +75,15 @@ def serve_requests(framework: str, threads: str) -> None:
                 if os.fork() == 0:
                     listener.close()
                     try:
-                        _replace(requester)
+                        _copy_process_settings(requester)
                         connection.sendall(b".")  # sent by the child, so there is no answer if the fork failed
                     except (OSError, psutil.Error):  # the requester no longer waits
                         os._exit(0)
                     return
 
 
-def _replace(requester: psutil.Process) -> None:
-    """Use arguments, environment, folder, output and memory priority of the waiting requester in this process."""
+def _copy_process_settings(requester: psutil.Process) -> None:
+    """Copy arguments, environment, folder, output and memory priority of the waiting requester to this process."""
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{requester.pid}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     score = Path(f"/proc/{requester.pid}/oom_score_adj").read_text()  # set by Ray

@@ -75,6 +75,7 @@ class JobDriver(DriverHandle):
         self._running_id: str = previous._running_id if previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
         self._received_until: float = previous._received_until if previous else 0.0
+        #: True once the cluster has answered that it does not know the job.
         self._is_unknown = False
         self._log_is_complete = False
         self._problem = "no answer"
@@ -103,8 +104,8 @@ class JobDriver(DriverHandle):
             if (running.metadata or {}).get("elastic_train_config", config) != config:
                 raise AttemptFailedError(
                     f"job {running.submission_id} still trains run {request.run_name!r} with another "
-                    f"train_loop_config. End it with `ray job stop {running.submission_id}` and retry, or wait for its "
-                    "end"
+                    f"train_loop_config. Stop it with `ray job stop {running.submission_id}` and retry, or wait until "
+                    "it has ended"
                 )
             self.job = running
             self._received_until = self._received_until or self.follower.logged_until()
@@ -299,7 +300,7 @@ class JobDriver(DriverHandle):
         if self._is_unknown:
             return self.final_event(
                 Outcome.CLUSTER_LOST,
-                f"job {self._id}: the cluster does not know it any more, since it was started again",
+                f"job {self._id}: the cluster does not know it any more, since the cluster was started again",
             )
         if status == "SUCCEEDED":
             return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)

@@ -16,7 +16,7 @@ from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, PRINT_PATCH
 from .devices import DeviceClaims
 from .follower import Follower
 from .processes import ChildProcess, start_process
-from .raylet_patches import free_ports
+from .raylet_patches import unused_ports
 
 #: Time after which a driver notices that its head has died; Ray's default is 60 s.
 _RECONNECT_SECONDS = "6"
@@ -56,7 +56,7 @@ class LocalCluster:
     _claims: DeviceClaims
 
     def __post_init__(self) -> None:
-        self.address = f"127.0.0.1:{next(free_ports())}"
+        self.address = f"127.0.0.1:{next(unused_ports())}"
         self.is_lost = False
         self._head: ChildProcess | None = None
         self._head_log = self._folder / "r0.log"
@@ -131,8 +131,8 @@ class LocalCluster:
         ]
         # Without a number Ray counts the CPUs itself, and observes the limits of a container.
         num_cpus = self._spec.cluster.num_cpus
-        if beside := self._spec.request.cpus_beside:
-            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + beside
+        if extra_cpus := self._spec.request.extra_cpus:
+            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + extra_cpus
         if num_cpus:
             command.append(f"--num-cpus={num_cpus}")
         num_gpus = len(self._claims.sockets) or self._spec.cluster.num_gpus

@@ -1,4 +1,4 @@
-"""Patches how Ray starts the raylet of a node: it starts on a busy machine, and its workers are forked.
+"""Patches of Ray's start of a raylet, so that it starts on a busy machine, and its workers are forked.
 
 Uses ``ray._private.node`` and ``ray._raylet.persist_port``, since no option sets another program for workers, or
 how long a node waits for its agents.
@@ -38,7 +38,7 @@ def patch_raylet_start() -> None:
 
     def start_patched_raylet(node: Any, *arguments: Any) -> None:
         parameters = vars(node._ray_params)
-        for name, port in zip(_AGENT_PORTS, free_ports(), strict=False):
+        for name, port in zip(_AGENT_PORTS, unused_ports(), strict=False):
             parameters[name] = port
             persist_port(node._session_dir, node._node_id, name, port)
         if FORK_SERVER_VARIABLE in os.environ:
@@ -49,7 +49,7 @@ def patch_raylet_start() -> None:
     Node.start_raylet = start_patched_raylet
 
 
-def free_ports() -> Iterator[int]:
+def unused_ports() -> Iterator[int]:
     """Yield free ports for Ray processes that are started later, outside of the kernel's range for automatic ports.
 
     Ray takes seconds to listen on its ports, and a node cannot start if another process has taken one of them by then.

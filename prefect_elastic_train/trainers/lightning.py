@@ -79,7 +79,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
             return
         if trainer.strategy.restore_checkpoint_after_setup:
             strategy = type(trainer.strategy).__name__
-            raise ValueError(f"SessionCallback with {strategy}, whose checkpoint is not one file: use RayDDPStrategy()")
+            raise ValueError(f"SessionCallback does not support the checkpoints of {strategy}; use RayDDPStrategy()")
         share = math.ceil(self._global_batch / trainer.world_size)
         self._trainer = trainer
         self._batch_size = self._micro_batch or math.ceil(share / trainer.accumulate_grad_batches)

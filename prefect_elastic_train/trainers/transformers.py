@@ -108,7 +108,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         ):
             raise ValueError(
                 "SessionTrainer does not support FSDP, DeepSpeed, auto_find_batch_size, a train_sampling_strategy "
-                'other than "random", and _get_train_sampler: the session orders and saves'
+                'other than "random", and _get_train_sampler: the session sets the sample order and saves the state'
             )
         left = length % self._global_batch
         if not drop_last and 0 < left < self.args.world_size:

@@ -127,14 +127,14 @@ def use_unique_folders(context: rays_context.TrainContext, attempt: int, group: 
         return str(agree(physical_name(name.rstrip("/"), attempt, group, next(reports))))
 
     context._sync_checkpoint_dir_name_across_ranks = agree_on_folder
-    rays_context.is_managed_checkpoint = is_managed_checkpoint
+    rays_context.is_managed_checkpoint = _adopt_managed_checkpoint
 
 
-def is_managed_checkpoint(storage_context: StorageContext, checkpoint: Checkpoint) -> Any:
-    """Return True if a checkpoint is in the run directory, and set its filesystem to the run filesystem then.
+def _adopt_managed_checkpoint(storage_context: StorageContext, checkpoint: Checkpoint) -> Any:
+    """Return True if a checkpoint is in the run directory. Set its filesystem to the run filesystem before.
 
-    It replaces Ray's function, which also compares filesystems: ``Checkpoint(path)`` and
-    ``Checkpoint.from_directory(path)`` have another one.
+    This function replaces Ray's, which also compares filesystems: ``Checkpoint(path)`` and
+    ``Checkpoint.from_directory(path)`` have another filesystem.
     """
     if PurePosixPath(checkpoint.path).is_relative_to(storage_context.experiment_fs_path):
         checkpoint.filesystem = storage_context.storage_filesystem

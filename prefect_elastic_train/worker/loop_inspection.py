@@ -21,7 +21,7 @@ _LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|
 #: Files in which the loop waits: Ray's, such as in report(), and torch's collectives. DDP's run in the backward pass.
 _WAITING_FILES = "-packages/ray/|distributed_c10d|autograd/graph"
 #: Lines of a stack in which Ray Train, torch or JAX waits for other ranks.
-_WAITING = re.compile(
+_WAITING_LINES = re.compile(
     r"distributed_c10d|, in \w*(?:across_ranks|barrier|broadcast|all_?gather|all_?reduce|reduce_scatter|wait_tensor"
     r"|sync_global)"
 )
@@ -139,7 +139,7 @@ def thread_stacks() -> str:
     del threads[threading.get_ident()]
     session = _session()
     steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
-    waits = _WAITING.search("".join(traceback.format_stack(_innermost_frame())))
+    waits = _WAITING_LINES.search("".join(traceback.format_stack(_innermost_frame())))
     return "\n".join([f"{'waits for other ranks' if waits else 'is'} {current_line()}", *steps, *threads.values()])
 
 

@@ -74,7 +74,7 @@ def wait_for_devices(previous: list[tuple[str, int]]) -> None:
         psutil.wait_procs([other for other in psutil.process_iter() if (node_id, other.pid) in previous], _EXIT_SECONDS)
 
 
-def use_devices(devices: dict[str, list[Any]]) -> None:
+def set_assigned_devices(devices: dict[str, list[Any]]) -> None:
     """Make Ray report these devices as assigned to this process.
 
     Args:

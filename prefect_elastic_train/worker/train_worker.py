@@ -26,16 +26,16 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     """
 
     _warned_at = 0.0
-    _free_at = 0.0  # time of the last poll in which the loop did not wait for Ray or other ranks; 0: none
+    _active_at = 0.0  # time of the last poll in which the loop did not wait for Ray or other ranks; 0: none
 
     def poll_status(self) -> Any:
         status = super().poll_status()
         status.position = loop_inspection.session_position()
         status.error = portable_failure(status.error)
         now = time.monotonic()
-        if not (self._free_at and loop_inspection.is_waiting()):
-            self._free_at = now
-        status.waited = now - self._free_at
+        if not (self._active_at and loop_inspection.is_waiting()):
+            self._active_at = now
+        status.waited = now - self._active_at
         began = waiting_since()
         if began and now - max(began, self._warned_at) > _SLOW_SECONDS:
             self._warned_at = now

@@ -280,7 +280,7 @@ def test_a_flow_run_whose_first_execution_died_before_an_attempt_began_begins_on
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:
-    note = "resume=True, but there was no run 'mnist' in this storage: it is a new one"
+    note = "resume=True, but there was no run 'mnist' in this storage: a new run starts"
     assert begin(store, claim(resume=True)).notes == [note]
     _refused(store, claim(resume_from="base"), "did not start from 'base'")
 
@@ -320,7 +320,7 @@ def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunSt
     error = _refused(store, wanted, "3 attempts began, 1 + driver_restarts (2) are allowed")
     assert (error.outcome, error.final, error.retryable, error.attempt) == (Outcome.DRIVER_LOST, True, False, 3)
     run = RunDirectory(store)
-    assert (run.newest_attempt.outcome, bool(run.newest_attempt.ended.verdict)) == ("driver_lost", True)
+    assert (run.newest_attempt.outcome, bool(run.newest_attempt.ended.exhausted_budget)) == ("driver_lost", True)
     assert run.attempt_numbers == [1, 2, 3]
     assert begin(store, claim(OTHER_FLOW_RUN, resume=True, driver_restarts=0)).counted == 1, "another flow run's count"
 
@@ -363,7 +363,7 @@ def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore
     assert (error.outcome, error.final) == (Outcome.NO_PROGRESS, True)
     last = RunDirectory(store).attempt(8).ended
     assert last.outcome == "driver_lost"
-    assert str(error).startswith(last.verdict)
+    assert str(error).startswith(last.exhausted_budget)
 
 
 def test_checkpoints_of_a_cancelled_attempt_are_progress(store: LocalRunStore) -> None:

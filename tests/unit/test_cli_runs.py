@@ -568,7 +568,7 @@ def test_verify_shows_if_each_step_saw_exactly_its_samples(storage: Storage, spo
 def test_samples_that_are_not_known_are_a_problem_only_of_a_run_that_is_named(storage: Storage) -> None:
     _trained(storage, "other")
     result = _run(f"verify {storage.uri} --samples")
-    assert (result.exit_code, "not known: checkpoint a has no digests of them" in result.stdout) == (0, True)
+    assert (result.exit_code, "not known: checkpoint a has no digests of samples" in result.stdout) == (0, True)
     assert _run(f"verify {storage.uri} other --samples").exit_code == 1
     store = storage.run("mnist")
     _train_session(store)

@@ -46,7 +46,9 @@ class Nights:
     ) -> RunRequest:
         """Return what the driver of another night wants."""
         owner = Owner(flow_run_id=str(uuid.uuid4()), flow_name=flow_name, deployment_id=deployment_id, host="elsewhere")
-        return RunRequest(name, owner, fingerprint(loop, "torch", {"of": config}), part=part, resume_from=resume_from)
+        return RunRequest(
+            name, owner, fingerprint(loop, "torch", {"of": config}), training_name=part, resume_from=resume_from
+        )
 
     def add(
         self,
@@ -247,7 +249,7 @@ def test_the_first_night_trains_from_the_beginning_and_says_so(nights: Nights) -
     begun, (note,) = nights.start(nights.claim("night-1"))
     assert (begun.point.checkpoint, RunDirectory(nights.storage.run("night-1")).started_from) == ("", "")
     assert "holds no completed run with a checkpoint of training 'nightly'" in note
-    assert "it trains from the beginning" in note
+    assert "training starts from the beginning" in note
 
 
 def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_was_to_start_from(

@@ -114,7 +114,7 @@ LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU
 
 
 @pytest.mark.parametrize(
-    ("scaling", "cpus_beside", "expected"),
+    ("scaling", "extra_cpus", "expected"),
     [
         (LARGE, 0, 8),  # capacity decides, as always
         (LARGE, 1, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
@@ -124,9 +124,9 @@ LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU
     ],
 )
 def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
-    scaling: ScalingSettings, cpus_beside: int, expected: int | str
+    scaling: ScalingSettings, extra_cpus: int, expected: int | str
 ) -> None:
-    told = spec(replace(spec().request, cpus_beside=cpus_beside), scaling=scaling)
+    told = spec(replace(spec().request, extra_cpus=extra_cpus), scaling=scaling)
     joined = replace(told, cluster=ClusterSettings(address="auto"))
     assert limit_to_local_cluster(joined, {}) == scaling, "others may join it"
     if isinstance(expected, int):
@@ -162,7 +162,7 @@ ENDS = [
     (PreemptionError(_PREEMPTED), "cluster_lost", ""),
     (ray.exceptions.GetTimeoutError("the controller does not answer"), "cluster_lost", ""),
     (ConfigurationError("no such run"), "invalid", "no such run"),
-    (ModuleNotFoundError("No module named 'jax'"), "invalid", "lacks what it needs: No module named 'jax'"),
+    (ModuleNotFoundError("No module named 'jax'"), "invalid", "cannot import a module: No module named 'jax'"),
     (PermissionError("read-only"), "storage_error", "write permission for this user"),
     (KeyError("a bug"), "driver_lost", "the driver failed: KeyError: 'a bug'"),
 ]

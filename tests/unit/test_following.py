@@ -31,7 +31,7 @@ from prefect_elastic_train.supervisor import driver_handle, local_cluster
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.raylet_patches import free_ports
+from prefect_elastic_train.supervisor.raylet_patches import unused_ports
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, Stop, spec
@@ -236,7 +236,7 @@ def test_the_steps_of_a_cancellation_fit_into_the_time_before_a_runner_kills() -
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not {*islice(free_ports(), 50)} & {*range(first, last + 1)}
+    assert not {*islice(unused_ports(), 50)} & {*range(first, last + 1)}
 
 
 def test_the_private_folder_is_where_paths_are_short_also_if_a_short_link_leads_elsewhere(

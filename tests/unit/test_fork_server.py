@@ -146,7 +146,7 @@ def test_a_worker_that_is_not_forked_boots_by_itself(
 def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(
     tmp_path: Path, given: int, all_of_them: int
 ) -> None:
-    request = replace(spec().request, cpus_beside=2)
+    request = replace(spec().request, extra_cpus=2)
     cluster = LocalCluster(spec(request, cluster=ClusterSettings(num_cpus=given)), tmp_path, {}, DeviceClaims())
     assert f"--num-cpus={all_of_them}" in cluster._command()
 

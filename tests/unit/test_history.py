@@ -175,8 +175,8 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
     with checkpoint_directory(f"{storage.uri}/{name}/a") as directory:
         assert (directory / "model.pt").exists()
     for path, error, message in (
-        (f"{name}/b", CheckpointGoneError, f"{name}/b: the run has no such checkpoint, or no longer"),
-        ("not-mounted/a", FileNotFoundError, "no run that it could be of"),
+        (f"{name}/b", CheckpointGoneError, f"{name}/b: the run has no such checkpoint; it may have been deleted"),
+        ("not-mounted/a", FileNotFoundError, "its parent folder is not a run"),
     ):
         with pytest.raises(error, match=message) as missing, checkpoint_directory(f"{storage.uri}/{path}"):
             pass

@@ -24,7 +24,7 @@ from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import Fingerprint
-from prefect_elastic_train.runs.fingerprints import Call, check_run_name, default_run_name, fingerprint, train_loop_name
+from prefect_elastic_train.runs.fingerprints import Call, check_run_name, fingerprint, train_loop_name, training_name
 from tests.unit.support import python
 
 
@@ -66,7 +66,7 @@ TIMED_ID = "019a1fd3-8b1c-7a6e-9f00-1234567890ab"  # of a scheduled run: it begi
 def test_the_default_name_is_of_the_flow_eight_characters_of_the_root_and_the_call_of_the_subflow(
     arguments: tuple[Any, ...], name: str
 ) -> None:
-    assert check_run_name(default_run_name(*arguments)) == name
+    assert check_run_name(training_name(*arguments)) == name
 
 
 def test_a_name_of_a_sweep_is_allowed() -> None:

@@ -64,7 +64,7 @@ def _alive(at: float) -> ev.ControllerAlive:
 
 
 def _let_through(limits: OutputLimits, source: str, lines: int) -> int:
-    return sum(limits.allows(source) for _ in range(lines))
+    return sum(limits.admit_line(source) for _ in range(lines))
 
 
 def test_each_source_has_ten_seconds_worth_of_lines_in_ten_seconds_and_the_other_ranks_share_one(

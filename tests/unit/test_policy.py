@@ -224,7 +224,7 @@ def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: La
     ("failure", "told", "retried"),
     [
         (WorkerGroupStartupTimeoutError(2), "room for 2 worker(s), which seemed free and was not", 2),
-        (WorkerGroupStartupFailedError("a worker died"), "a start that succeeds (the last one: a worker died)", 4),
+        (WorkerGroupStartupFailedError("a worker died"), "a successful start (the last one failed: a worker died)", 4),
     ],
 )
 def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(

@@ -110,7 +110,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
     assert sorted(taken) == [0, 1]
     for index, worker in taken.items():
         assert worker.metadata.accelerator_ids == cluster.devices[index]
-        assert (standby.use_devices, (cluster.devices[index],)) in worker.actor.done
+        assert (standby.set_assigned_devices, (cluster.devices[index],)) in worker.actor.done
     assert [actor.name for actor in cluster.ended] == ["b/3/warm"]
 
 

@@ -57,7 +57,7 @@ ENDS = {
 def test_an_end_is_told_by_who_ended_the_training_unless_its_job_goes_on(end: str, wanted: bool) -> None:
     for error in ENDS[end]:
         detached = classify_end(error, True, lambda: wanted).value
-        assert detached == ("taken over" if end == "taken over" else "left to its job")
+        assert detached == ("taken over" if end == "taken over" else "continues as a job")
         assert classify_end(error, False, lambda: wanted).value == (end or ("cancelled" if wanted else "interrupted"))
 
 

@@ -159,7 +159,7 @@ def _validation(**resources: float) -> ValidationConfig:
     ],
 )
 def test_datasets_and_a_validation_need_cpus_beside_those_of_the_workers(arguments: dict[str, Any], cpus: int) -> None:
-    assert make_training(train_loop=loop, **arguments).request.cpus_beside == cpus
+    assert make_training(train_loop=loop, **arguments).request.extra_cpus == cpus
 
 
 @dataclass
