@@ -1,4 +1,4 @@
-"""Decisions about the size of a worker group, as pure functions and values: how many workers fit, and when to grow.
+"""Decisions about the size of a worker group, as pure functions and values: how many fit, and when a group starts.
 
 Ray's elastic policy counts what its coordinator reserves, from the nodes' total resources: resources held by another
 job count as free, a draining node counts, and fractions are rounded down by binary floating point. Here a worker counts

@@ -208,12 +208,12 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
     if data is None:
         return None
     try:
-        record = record_type.model_validate_json(data)
+        version = _Record.model_validate_json(data).schema_version
+        if version == SCHEMA_VERSION:
+            return record_type.model_validate_json(data)
     except ValidationError:
         return None
-    if record.schema_version != SCHEMA_VERSION:
-        raise AttemptFailedError(
-            f"the run was written by another version of prefect-elastic-train (schema {record.schema_version}, this "
-            f"one reads {SCHEMA_VERSION}); continue with that version, or use another run_name"
-        )
-    return record
+    raise AttemptFailedError(
+        f"the run was written by another version of prefect-elastic-train (schema {version}, this one reads "
+        f"{SCHEMA_VERSION}); continue with that version, or use another run_name"
+    )

@@ -78,7 +78,7 @@ class DriverSpec:
         sys_path: ``sys.path`` of the flow process, for the user's modules.
         local_address: Address of the local cluster, which may still be starting; empty when joining a cluster.
         previous_end: Outcome and message of the attempt before, if this supervisor has seen it.
-        ends_at: End of the training's time limit, in seconds since the epoch; 0: no limit.
+        ends_at: End of the training's time limit, in seconds since the epoch; infinite or 0: no limit.
     """
 
     request: RunRequest

@@ -26,7 +26,7 @@ class RunContext:
         deployment_name: Name of that deployment. Also empty if the Prefect API did not answer when training started.
         failures: Failures of workers, nodes and drivers in this run before this worker started.
         trained_seconds: Committed training time of the run before this attempt, in seconds.
-        ends_at: Time at which ``timeout_seconds`` are over, in seconds since the epoch; 0 without a timeout.
+        ends_at: Time at which ``timeout_seconds`` are over, in seconds since the epoch; infinite or 0: no timeout.
         score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``). Empty without one.
     """
 

@@ -35,7 +35,7 @@ from .layout import CommitId
 
 SEED_COMMIT = (0, 0)  # id of the first commit of a run that starts from another run's checkpoint
 PRUNER = "elastic-train runs prune"  # owner of the attempt that holds a run while it is deleted
-#: Number of the newest attempts, or commits, that are read where older ones do not matter.
+#: Number of the newest attempts that are read where older ones do not matter.
 RECENT = 10
 _RAYS_NAME = re.compile(r"checkpoint_\d")  # Ray Train's name of a checkpoint to which the loop gives none
 _ATTEMPT = re.compile(r"(\d{4,})\.json")

@@ -422,3 +422,13 @@ def test_a_heart_goes_on_after_errors_of_the_storage_and_ends_when_it_is_fenced_
     time.sleep(0.1)
     assert beat() == last, "it beats in its successor's place"
     stop()
+
+
+def test_a_record_of_another_schema_is_refused_and_not_taken_for_torn_though_its_fields_differ(
+    store: LocalRunStore,
+) -> None:
+    begin(store)
+    later = b'{"schema_version": 99, "title": "mnist"}'
+    store.replace(layout.RUN, later)
+    _refused(store, claim(), "written by another version", "schema 99")
+    assert store.read(layout.RUN) == later

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -205,3 +206,23 @@ def test_messages_in_the_documentation_are_those_that_the_code_has() -> None:
         texts = _texts(_OF_PREFECT.get(message, "prefect_elastic_train"))
         capitalized = {part for part in parts if part[:1].lower() + part[1:] in texts}  # where a line begins
         assert [part for part in parts if part not in texts and part not in capitalized] == [], message
+
+
+# what a job needs
+
+
+def test_a_driver_imports_only_what_the_documentation_lists_for_the_image_of_a_job() -> None:
+    page = (ROOT / "docs/clusters.md").read_text()
+    (listed,) = re.findall(r"Its requirements are not: (.+?), the framework", page, re.DOTALL)
+    brought = {"ray", "fsspec", "numpy", "pydantic_core", "typing_extensions"}  # the last four by Ray and pydantic
+    # Not loaded by drivers, or only with an extra.
+    elsewhere = {"s3.py", "pictures.py", "operator_settings.py", "jax_state.py", "torch_state.py"}
+    folders = ("driver", "controller", "worker", "runs", "storage", "report", "core", "loop")
+    files = [file for folder in folders for file in (PACKAGE / folder).glob("*.py") if file.name not in elsewhere]
+    imported: set[str] = set()
+    for node in (node for file in files for node in ast.parse(file.read_text()).body):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names - {PACKAGE.name} - brought == {*re.findall(r"`(\w+)`", listed)}
