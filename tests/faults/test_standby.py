@@ -101,8 +101,7 @@ def test_workers_and_a_driver_that_die_are_replaced_by_the_ones_that_stand_by_or
     training.end(2, 3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.full), "jax"])
 def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_path: Path, framework: str) -> None:
     training = _Training(start, tmp_path, framework)
     flow = training.flow
