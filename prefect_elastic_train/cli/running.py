@@ -162,6 +162,7 @@ def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> FlowRun:
     from prefect.flow_engine import run_flow
 
     from prefect_elastic_train.blocks.lookup import reference_to
+    from prefect_elastic_train.runs.fingerprints import training_name
     from prefect_elastic_train.train_flow import train
 
     # The flow run keeps references to saved blocks, as from the UI: no secrets, and a retry uses the current values.
@@ -175,7 +176,8 @@ def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> FlowRun:
     try:
         state: Any = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
     except KeyboardInterrupt:
-        typer.echo("interrupted; checkpoints are kept. To continue: --run-name TASK_RUN_NAME --resume", err=True)
+        name = parameters.get("run_name") or training_name(train.name, str(flow_run.id), 1)
+        typer.echo(f"interrupted; checkpoints are kept. To continue: --run-name {name} --resume", err=True)
         raise typer.Exit(130) from None  # the exit code of shells after Ctrl-C
     except Abort as error:
         exit_with_error(f"{error}. Flow run {_locate(flow_run)}")

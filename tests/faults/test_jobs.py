@@ -61,8 +61,9 @@ def _assert_complete(flow: FlowProcess, ledger: str, attempts: int, steps: int =
 def _assert_nothing_left(head: RayHead) -> None:
     wait_for(lambda: head.train_processes() == [] and head.job_driver() is None, 20, "the end of the training")
     assert head.placement_groups() == []
-    left = [one["class_name"] for one in head.states("actors", "DEAD")]
-    assert left in ([], ["_AutoscalingCoordinatorActor"]), "Ray's own, one for all"
+    rays_own = {"_AutoscalingCoordinatorActor"}  # one for all
+    living = lambda: {one["class_name"] for one in head.states("actors", "DEAD")}  # noqa: E731
+    wait_for(lambda: living() <= rays_own, 10, "the end of the actors; the job's own ends a moment after the driver")
     assert alive(titled(head.processes(), "elastic_train_job")) == []
 
 
@@ -136,7 +137,7 @@ def test_drivers_that_hang_or_are_ended_are_replaced_and_a_job_that_somebody_sto
     driver = head.job_driver()
     driver.suspend()
     flow.wait_for(lambda: len(attempts(flow.run)) == 2, 120, "the second attempt")
-    assert "gave no heartbeat for 40 s" in flow.log
+    assert "sent no heartbeat for 40 s" in flow.log
     assert not alive([driver])
     wait_for(head.job_driver, 30, "its driver").terminate()
     flow.wait_for(lambda: len(attempts(flow.run)) == 3, 60, "the third attempt")
