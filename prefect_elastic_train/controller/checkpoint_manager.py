@@ -23,10 +23,10 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     _listed = 0  # number of checkpoints in the last full commit; 0: the next commit is full
 
-    def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
+    def _get_checkpoint_score(self, checkpoint: Any) -> tuple[bool, float, int]:
         config = self._checkpoint_config
-        rank = score_key(result.metrics, config.checkpoint_score_attribute or "", config.checkpoint_score_order)
-        return *rank, self._checkpoint_to_report_index[result.checkpoint]
+        rank = score_key(checkpoint.metrics, config.checkpoint_score_attribute or "", config.checkpoint_score_order)
+        return *rank, self._checkpoint_to_report_index[checkpoint.checkpoint]
 
     def _write_state_to_storage(self) -> None:
         """Commit Ray's list of checkpoints.

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import ray
 from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
@@ -27,6 +26,7 @@ from . import sizing
 from .controller_state import ControllerState
 from .failures import CapacityTimeoutError
 from .nodes import cluster_nodes, demand_of, remove_orphaned_placement_groups
+from .ray_compatibility import reserved_resources
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +270,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             )
             self._demand = replace(self._demand, max_workers=most)
         demand = replace(self._demand, held=held)
-        reserved = self._get_reserved_resources().values() if self._requester_id else None
+        # The coordinator divides the resources of the cluster between trainings.
+        requester_id = self._requester_id
+        reserved = reserved_resources(self._autoscaling_coordinator, requester_id) if requester_id else None
         nodes = cluster_nodes()
         self._state.assumed_nodes = {node.id for node in nodes}
         stable_nodes = self._stability.observe(now, nodes)
@@ -278,11 +280,3 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             possible=sizing.possible_workers(nodes, demand, reserved),
             stable=sizing.possible_workers(stable_nodes, demand, reserved),
         )
-
-    def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
-        """Return the resources on each living node that Ray's coordinator reserves for the run.
-
-        The coordinator divides the resources of the cluster between trainings.
-        """
-        reference = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-        return dict(ray.get(reference, timeout=rays.AUTOSCALING_REQUESTS_GET_TIMEOUT_S))

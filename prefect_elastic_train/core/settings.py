@@ -9,6 +9,7 @@ import json
 import os
 import re
 from abc import abstractmethod
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -28,6 +29,7 @@ from pydantic import (
 )
 
 from .outcomes import ConfigurationError
+from .version import ray_minor
 
 #: From the scheme, or from ``user:`` without one, to the last ``@`` of the word. Passwords may contain ``/``, ``@`` and
 #: quotes, as AWS's secret keys do, so an ``@`` of the path cannot be recognized and is masked with them.
@@ -185,6 +187,13 @@ class FailureSettings(SettingsModel):
     """A worker group without a report for this long has failed. 0: off."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"
     """What happens when a restarted loop starts from scratch although there is a checkpoint."""
+
+    @model_validator(mode="after")
+    def _check_ray(self) -> FailureSettings:
+        for name in ("preemption_grace_seconds", "relax_collectives_on_preemption"):
+            if getattr(self, name) and ray_minor() < (2, 60):
+                raise ValueError(f"{name} needs Ray 2.60 or newer, and this is Ray {version('ray')}; leave it out")
+        return self
 
 
 class CheckpointSettings(SettingsModel):

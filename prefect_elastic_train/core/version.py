@@ -1,4 +1,4 @@
-"""Version of this package. Belongs to all processes."""
+"""Version of this package, and the versions of Ray that it was tested with. Belongs to all processes."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,3 +13,18 @@ try:
     __version__ = _file.read_text(encoding="utf-8").strip() if _file.exists() else version("prefect-elastic-train")
 except PackageNotFoundError:
     __version__ = UNKNOWN
+
+#: Minor versions of Ray that all tests pass with: docs/compatibility.md.
+TESTED_RAY = ("2.58", "2.59", "2.60")
+
+
+def ray_minor() -> tuple[int, ...]:
+    """Return the first two numbers of the installed Ray's version."""
+    return tuple(int(number) for number in version("ray").split(".")[:2])
+
+
+def untested_ray() -> str:
+    """Return a warning if this package was not tested with the installed minor version of Ray, else ""."""
+    if "{}.{}".format(*ray_minor()) in TESTED_RAY:
+        return ""
+    return f"not tested with Ray {version('ray')}, but with {', '.join(TESTED_RAY)}"

@@ -23,6 +23,8 @@ from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import without_credentials
 from prefect_elastic_train.core.threads import start_thread
+from prefect_elastic_train.core.version import untested_ray
+from prefect_elastic_train.driver.ray_contract import check_ray
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.fingerprints import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
@@ -119,6 +121,9 @@ def check_versions() -> Iterator[Finding]:
     """Yield a finding with the versions of Python, this package, Ray and Prefect."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("prefect-elastic-train", "ray", "prefect"))
     yield ok(f"Python {platform.python_version()}, {packages}")
+    if untested := untested_ray():
+        yield warn(untested, "see docs/compatibility.md")
+        check_ray()
 
 
 def check_server() -> Iterator[Finding]:

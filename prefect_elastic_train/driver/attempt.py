@@ -32,6 +32,7 @@ from prefect_elastic_train.storage.preflight import preflight
 
 from .event_relay import EventOutput, EventReceiver, EventRecorder
 from .joining import error_within, join_cluster, limit_to_local_cluster
+from .ray_contract import check_ray
 from .termination_signals import count_signals
 from .user_code import load_payload, make_datasets
 
@@ -70,6 +71,7 @@ class Attempt:
         Raises:
             BaseException: Any other end of the attempt.
         """
+        check_ray()
         finished = self._check_run()
         if finished:
             return self._end_of_finished(finished)

@@ -6,8 +6,9 @@ user gives none.
 
 from typing import Any
 
-from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, LoggingConfig, RunConfig, ScalingConfig
 
+from prefect_elastic_train.controller.ray_compatibility import failure_config
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
 
@@ -57,12 +58,7 @@ def run_config(spec: DriverSpec, storage_path: str, storage_filesystem: Any) -> 
         name=spec.request.run_name,
         storage_path=storage_path,
         storage_filesystem=storage_filesystem,
-        failure_config=FailureConfig(
-            max_failures=spec.failures.max_failures,
-            max_preemption_failures=spec.failures.max_preemption_failures,
-            relax_collectives_on_preemption=spec.failures.relax_collectives_on_preemption,
-            preemption_grace_s=spec.failures.preemption_grace_seconds,
-        ),
+        failure_config=failure_config(spec.failures),
         checkpoint_config=CheckpointConfig(
             num_to_keep=spec.checkpoints.keep,
             checkpoint_score_attribute=spec.checkpoints.score_attribute or None,

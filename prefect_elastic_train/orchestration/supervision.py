@@ -34,6 +34,7 @@ from prefect_elastic_train.core.outcomes import (
 )
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
+from prefect_elastic_train.core.version import untested_ray
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.supervisor.follower import Follower
@@ -261,6 +262,8 @@ class Training(Follower):
             storage_block=saved_name(self.blocks.storage),
         )
         self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
+        if untested := untested_ray():
+            self._log.note(f"This package was {untested}", WARNING)
         self._publisher = Publisher(
             report,
             self._log.note,

@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 from hypothesis import settings
 from pydantic import BaseModel
 
@@ -25,6 +26,7 @@ from prefect_elastic_train.core.settings import (
     LocalStorageSettings,
     ScalingSettings,
 )
+from prefect_elastic_train.core.version import ray_minor
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
@@ -35,6 +37,8 @@ from prefect_elastic_train.runs.snapshots import parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+needs_ray_2_60 = pytest.mark.skipif(ray_minor() < (2, 60), reason="for what Ray has since 2.60")
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 """How hypothesis looks for examples: ``same`` or ``wide``."""

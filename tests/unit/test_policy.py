@@ -31,7 +31,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from prefect_elastic_train.controller import budget, controller, scaling_policy, worker_group
+from prefect_elastic_train.controller import budget, controller, ray_compatibility, scaling_policy, worker_group
 from prefect_elastic_train.controller.budget import FailureWindow
 from prefect_elastic_train.controller.controller import TrainController
 from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
@@ -348,26 +348,34 @@ def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_po
     assert bundles == int(round(total * 10) // round(each * 10))
 
 
-def test_the_policy_reserves_under_the_runs_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+class _InThisProcess:
+    """Ray's coordinator without an actor: what is called remotely is called at once."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._coordinator, name))
+
+
+def test_the_policy_reserves_under_the_runs_own_id_and_sees_a_new_node_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     coordinators = scaling_policy.rays.autoscaling_coordinator_client
-    client = coordinators.TrainAutoscalingCoordinatorClient
     monkeypatch.setattr(coordinators, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
-
-    def reserved(requester, recompute):
-        asked.append((requester, recompute))
-        return {"n0": {"CPU": 1.0}}
-
-    coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=reserved))
-    monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
-    monkeypatch.setattr(scaling_policy.ray, "get", lambda answer, timeout: answer)
-    monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
+    nodes: list[dict[str, Any]] = []
+    coordinator = ray_compatibility.COORDINATOR(lambda: 0.0, lambda *_, **__: None, lambda: nodes)
+    client = coordinators.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(client, "_autoscaling_coordinator", _InThisProcess(coordinator))
+    monkeypatch.setattr(ray_compatibility.ray, "get", lambda answer, timeout: answer)
     policy = State(requester_id="run-x").policy()
     policy.after_controller_start(_context())
+    assert list(coordinator._ongoing_reqs) == ["run-x"]
+    assert coordinator._ongoing_reqs["run-x"].expiration_time == 60  # two renewals fit in
     monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: [Node("n0", {"CPU": 4.0}, {"CPU": 4.0})])
-    assert policy._capacity(0.0, {}).possible == 1  # as many as are reserved
-    assert asked == ["run-x", ("run-x", True)]
-    assert coordinators.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60  # two renewals fit in
+    assert policy._capacity(0.0, {}).possible == 0
+    nodes.append({"NodeID": "n0", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {}})
+    assert policy._capacity(0.0, {}).possible == 2  # as many as are reserved
 
 
 def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:

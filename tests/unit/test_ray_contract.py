@@ -1,44 +1,43 @@
 """What this package relies on inside of Ray, so that a change of Ray is found here and not in the middle of a run."""
 
 import ast
-import importlib
 import inspect
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
-from ray._private.node import Node
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
-from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 from ray.train.v2._internal.execution import context, scaling_policy
+from ray.train.v2._internal.execution.callback import ReportCallback
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
-from ray.train.v2._internal.execution.controller.state import TrainControllerState
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client as client
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.jax.config import _JaxBackend
-from ray.util import tpu
 
-from prefect_elastic_train.controller import callbacks, controller, standby, worker_group
+from prefect_elastic_train.controller import controller, ray_compatibility, standby, worker_group
 from prefect_elastic_train.controller import scaling_policy as our_scaling_policy
+from prefect_elastic_train.core import settings
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import PRINT_PATCH
-from prefect_elastic_train.driver import trainer
+from prefect_elastic_train.core.version import untested_ray
+from prefect_elastic_train.driver import ray_contract, trainer
+from prefect_elastic_train.driver.ray_contract import find_differences
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.worker import train_worker, worker_callbacks
-from tests.unit.support import REPOSITORY
+from tests.unit.support import REPOSITORY, needs_ray_2_60
 
 PACKAGE = REPOSITORY / "prefect_elastic_train"
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -77,57 +76,24 @@ def test_rays_internals_are_imported_where_that_is_allowed_only_and_each_module_
         assert "Uses ``ray." in (ast.get_docstring(TREES[file]) or ""), file
 
 
-def test_every_symbol_of_ray_in_use_exists() -> None:
-    for _, module, name in _uses():
-        # Importing these imports torch and jax, which takes seconds.
-        if module not in ("ray.train.torch", "ray.train.v2.jax"):
-            found = importlib.import_module(module)
-            assert not name or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+def test_this_ray_is_tested_and_has_each_name_in_use_with_the_same_parameters() -> None:
+    assert not untested_ray()
+    assert list(find_differences()) == []
 
 
-#: Where Ray has the private attributes of its objects and classes that are called, read, set or overridden.
-OWNERS = [
-    (
-        worker_group.WorkerGroup,
-        "_assign_worker_ranks _clear_state _create_placement_group _create_workers _get_worker_runtime_env "
-        "_poll_workers_and_collect_errors _start _train_run_context _worker_cls _worker_group_context "
-        "_worker_group_state",
-    ),
-    (
-        CheckpointManager,
-        "_assert_checkpoints_exist _checkpoint_config _checkpoint_results _checkpoint_to_report_index "
-        "_get_checkpoint_score _load_state _save_state _storage_context _validated_checkpoints "
-        "_write_state_to_storage",
-    ),
-    (
-        scaling_policy.ScalingPolicy,
-        "_autoscaling_coordinator _coordinator_client _maybe_send_resource_request _requester_id "
-        "_send_resource_request",
-    ),
-    (ray._private.state.state, "_connect_and_get_accessor"),
-    (DataParallelTrainer, "_create_default_callbacks _get_train_func _initialize_and_run_controller"),
-    (SubmissionClient, "_do_request _upload_package_if_needed"),
-    (Node, "_node_id _ray_params _session_dir"),
-    (scaling_policy.ElasticScalingPolicy, "_get_reserved_resources"),
-    (tpu.SlicePlacementGroup, "_head_pgs"),
-    (
-        controller.RaysTrainController,
-        "_health_check_interval_s _make_and_handle_scaling_decision_for_non_running_worker_group "
-        "_poll_workers _relax_collectives_during_preemption _run_config _shutdown_worker_group _worker_group",
-    ),
-    (PreemptionWatcher, "_node_to_ranks _on_drain_change"),
-    (ray, "_private"),
-    (ScalingConfig, "_resources_per_worker_not_none"),
-    (TrainControllerState, "_state_type"),
-    (context.TrainContext, "_sync_checkpoint_dir_name_across_ranks"),
-    (Checkpoint("/"), "_get_temporary_checkpoint_dir"),
-]
-ATTRIBUTES = {name: owner for owner, names in OWNERS for name in names.split()}
+ATTRIBUTES = {name for names in ray_contract.ATTRIBUTES.values() for name in names.split()}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
-_ELSEWHERE = {"_base_exc", "_traceback_str", "_py_driver_sys_path", "_is_in_bad_fork"}
+#: One method exists since Ray 2.60 only.
+_ELSEWHERE = {
+    "_relax_collectives_during_preemption",
+    "_base_exc",
+    "_traceback_str",
+    "_py_driver_sys_path",
+    "_is_in_bad_fork",
+}
 
 
-def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other_is() -> None:
+def test_every_private_attribute_of_ray_in_use_is_listed_and_no_other_is() -> None:
     own, found, used = set(), set(), set()
     for tree in TREES.values():
         for node in ast.walk(tree):
@@ -145,11 +111,8 @@ def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other
                     node.attr not in own or ast.unparse(node.value) == "super()"
                 ):
                     found.add(node.attr)
-    assert found - set(ATTRIBUTES) - _ELSEWHERE == set()
-    overridden = {name for name in own if name in ATTRIBUTES}
-    assert set(ATTRIBUTES) - used - overridden == set()
-    for name, owner in ATTRIBUTES.items():
-        assert hasattr(owner, name) or f"self.{name}" in inspect.getsource(importlib.import_module(owner.__module__))
+    assert found - ATTRIBUTES - _ELSEWHERE == set()
+    assert ATTRIBUTES - used - own == set()
 
 
 def test_rays_controller_makes_the_checkpoint_manager_that_its_module_names() -> None:
@@ -172,56 +135,57 @@ def test_private_names_that_are_no_attributes_of_a_class_exist() -> None:
     assert {"self._address", "self._verify"} <= set(inspect.getsource(SubmissionClient).split())
 
 
-def test_this_is_the_version_of_ray_that_the_internals_were_read_in() -> None:
-    assert ray.__version__.startswith("2.60.")
+@pytest.mark.parametrize(
+    ("lacking", "named"),
+    [
+        (
+            "ray.train.v2._internal.execution.callback.ControllerCallback",
+            "execution.callback has no ControllerCallback",
+        ),
+        ("ray.util.tpu.SlicePlacementGroup", "there is no ray.util.tpu:SlicePlacementGroup"),
+        ("ray.train.v2.api.data_parallel_trainer.DataParallelTrainer._get_train_func", "has no _get_train_func"),
+    ],
+)
+def test_a_ray_that_is_not_tested_and_lacks_a_name_is_refused_by_that_name(
+    monkeypatch: pytest.MonkeyPatch, lacking: str, named: str
+) -> None:
+    monkeypatch.delattr(lacking)
+    ray_contract.check_ray()  # nothing is looked at in a version that is tested
+    monkeypatch.setattr(ray_contract, "untested_ray", lambda: "not tested with Ray 2.99.0")
+    with pytest.raises(AttemptFailedError, match=f"not tested with Ray 2.99.0.*{named}") as refused:
+        ray_contract.check_ray()
+    assert refused.value.outcome is Outcome.INVALID
 
 
-def _parameters(function):
-    return [parameter.name for parameter in inspect.signature(function).parameters.values()]
+@pytest.mark.parametrize(
+    ("owner", "name", "named"),
+    [
+        (StorageContext, "persist_current_checkpoint", r"takes \(self checkpoint other\)"),
+        (worker_group.WorkerGroup, "_create_workers", r"takes \(self checkpoint other\)"),
+        (ReportCallback, "after_report", "Ray calls no after_report"),
+    ],
+)
+def test_a_method_that_ray_calls_or_takes_otherwise_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, named: str
+) -> None:
+    def changed(self: Any, checkpoint: Any, other: Any) -> None: ...
+
+    if named.startswith("Ray"):
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, changed)
+    (difference,) = find_differences()
+    assert re.search(named, difference)
 
 
-HOOKED = [
-    our_scaling_policy.RunScalingPolicy,
-    callbacks.RunCallback,
-    worker_callbacks.WorkerHooks,
-    worker_callbacks.NoDatasets,
-    standby.Standbys,
-    worker_group.RunWorkerGroup,
-    controller.TrainController,
-    train_worker.RayTrainWorker,
-]
-
-
-@pytest.mark.parametrize("owner", HOOKED)
-def test_every_hook_of_ours_is_one_that_ray_calls_with_the_same_arguments(owner: type) -> None:
-    compared = 0
-    for name, method in vars(owner).items():
-        theirs = next(
-            (vars(b)[name] for b in owner.__mro__[1:] if b.__module__.startswith("ray.") and name in vars(b)), None
-        )
-        if not inspect.isfunction(method) or name.startswith("__"):
-            continue
-        assert theirs is not None or not name.startswith(("before_", "after_", "on_")), f"Ray calls no {name}"
-        if inspect.isfunction(theirs):
-            compared += 1
-            assert _parameters(method) == _parameters(theirs), f"{owner.__name__}.{name}"
-            assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(theirs)
-    assert compared
-
-
-_ACTOR = coordinator._AutoscalingCoordinatorActor
-_COORDINATOR = getattr(_ACTOR, "__ray_actor_class__", _ACTOR)
-SIGNATURES = [
-    (client.TrainAutoscalingCoordinatorClient.__init__, ["self", "requester_id"]),
-    (_COORDINATOR.get_reserved_resources, ["self", "requester_id", "recompute"]),
-    (context.TrainContext._sync_checkpoint_dir_name_across_ranks, ["self", "checkpoint_dir_name"]),
-    (StorageContext.make_default_checkpoint_dir_name, []),
-    (StorageContext.persist_current_checkpoint, ["self", "checkpoint", "checkpoint_dir_name"]),
-]
-
-
-def test_what_we_call_and_override_takes_these_arguments() -> None:
-    assert [(function, _parameters(function)) for function, _ in SIGNATURES] == SIGNATURES
+def test_settings_that_this_ray_does_not_have_are_refused_with_the_version_that_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settings, "ray_minor", lambda: (2, 59))
+    for setting in ({"preemption_grace_seconds": 5}, {"relax_collectives_on_preemption": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(setting))} needs Ray 2.60 or newer"):
+            settings.FailureSettings.model_validate(setting)
+    assert ray_compatibility.failure_config(settings.FailureSettings(max_failures=7)).max_failures == 7
 
 
 def _tree(function):
@@ -244,6 +208,8 @@ def test_fit_hands_policy_and_callbacks_by_name_to_the_controller_that_its_modul
 def test_the_policy_asks_the_coordinator_as_rays_own_does() -> None:
     call, *_ = _calls(_tree(scaling_policy.ElasticScalingPolicy._get_reserved_resources), "remote")
     assert ast.unparse(call) == "self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id)"
+    parameters = list(inspect.signature(ray_compatibility.COORDINATOR.get_reserved_resources).parameters)
+    assert parameters[:2] == ["self", "requester_id"]
     (sent,) = _calls(_tree(client.TrainAutoscalingCoordinatorClient.send_resource_request), "remote")
     assert "expire_after_s=AUTOSCALING_REQUESTS_EXPIRE_TIME_S" in ast.unparse(sent)
     assert 2 * client.AUTOSCALING_REQUESTS_INTERVAL_S < our_scaling_policy._RESERVED_SECONDS
@@ -299,6 +265,7 @@ def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates()
     assert RuntimeEnv(env_vars={}).serialize() == RuntimeEnv().serialize() == "{}"
 
 
+@needs_ray_2_60
 @pytest.mark.parametrize(
     ("asked", "answers", "relaxes"),
     [

@@ -1,0 +1,51 @@
+"""What differs between the minor versions of Ray that this package runs with.
+
+Uses ``ray.data._internal`` and ``ray.train.v2._internal``, since Ray's coordinator has no public interface.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import ray
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import _AutoscalingCoordinatorActor
+from ray.train import FailureConfig
+from ray.train.v2._internal.execution.scaling_policy import AUTOSCALING_REQUESTS_GET_TIMEOUT_S
+
+from prefect_elastic_train.core.settings import FailureSettings
+
+#: The class of the coordinator's actor. Since Ray 2.60, the coordinator can look at the cluster before it answers.
+COORDINATOR: Any = getattr(_AutoscalingCoordinatorActor, "__ray_actor_class__", _AutoscalingCoordinatorActor)
+_CAN_RECOMPUTE = "recompute" in inspect.signature(COORDINATOR.get_reserved_resources).parameters
+
+
+def failure_config(failures: FailureSettings) -> FailureConfig:
+    """Return Ray's ``FailureConfig`` for the failure settings of a run.
+
+    Before Ray 2.60, it has no ``preemption_grace_s`` and no ``relax_collectives_on_preemption``: the settings refuse
+    other values than the defaults there.
+    """
+    options: dict[str, Any] = {
+        "preemption_grace_s": failures.preemption_grace_seconds,
+        "relax_collectives_on_preemption": failures.relax_collectives_on_preemption,
+    }
+    return FailureConfig(
+        max_failures=failures.max_failures,
+        max_preemption_failures=failures.max_preemption_failures,
+        **{name: value for name, value in options.items() if value},
+    )
+
+
+def reserved_resources(coordinator: Any, requester_id: str) -> Collection[Mapping[str, float]]:
+    """Return the resources that Ray's coordinator reserves for a requester, on the nodes that are alive now.
+
+    Since Ray 2.60, there is one mapping for each node; before, one for each requested worker that fits.
+    """
+    timeout = AUTOSCALING_REQUESTS_GET_TIMEOUT_S
+    if _CAN_RECOMPUTE:
+        by_node = coordinator.get_reserved_resources.remote(requester_id, recompute=True)
+        return list(ray.get(by_node, timeout=timeout).values())
+    # Otherwise the coordinator's view of the cluster is up to 20 s old. It executes the calls in this order.
+    coordinator._tick.remote()
+    by_worker = coordinator.get_reserved_resources.remote(requester_id)
+    return list(ray.get(by_worker, timeout=timeout))

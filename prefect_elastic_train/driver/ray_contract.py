@@ -1,0 +1,151 @@
+"""What this package needs of Ray's internals, which Ray may change in any minor version.
+
+Tested versions have it. The driver checks a version that this package was not tested with before it trains.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.version import untested_ray
+
+_PACKAGE = Path(__file__).parents[1]
+_EXECUTION = "ray.train.v2._internal.execution"
+#: Private attributes of Ray's classes and modules that this package calls, reads, sets or overrides, by owner.
+ATTRIBUTES = {
+    "ray": "_private",
+    "ray._private.node:Node": "_node_id _ray_params _session_dir",
+    "ray._private.state:state": "_connect_and_get_accessor",
+    "ray.dashboard.modules.dashboard_sdk:SubmissionClient": "_do_request _upload_package_if_needed",
+    "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:_AutoscalingCoordinatorActor": "_tick",
+    "ray.train:ScalingConfig": "_resources_per_worker_not_none",
+    "ray.train:Checkpoint": "_get_temporary_checkpoint_dir",
+    f"{_EXECUTION}.checkpoint.checkpoint_manager:CheckpointManager": (
+        "_assert_checkpoints_exist _checkpoint_config _checkpoint_results _checkpoint_to_report_index "
+        "_get_checkpoint_score _load_state _save_state _storage_context _validated_checkpoints _write_state_to_storage"
+    ),
+    f"{_EXECUTION}.context:TrainContext": "_sync_checkpoint_dir_name_across_ranks",
+    f"{_EXECUTION}.controller:TrainController": (
+        "_health_check_interval_s _make_and_handle_scaling_decision_for_non_running_worker_group _poll_workers "
+        "_run_config _shutdown_worker_group _worker_group"
+    ),
+    f"{_EXECUTION}.controller.state:TrainControllerState": "_state_type",
+    f"{_EXECUTION}.preemption:PreemptionWatcher": "_node_to_ranks _on_drain_change",
+    f"{_EXECUTION}.scaling_policy:ScalingPolicy": (
+        "_autoscaling_coordinator _coordinator_client _maybe_send_resource_request _requester_id _send_resource_request"
+    ),
+    f"{_EXECUTION}.worker_group:WorkerGroup": (
+        "_assign_worker_ranks _clear_state _create_placement_group _create_workers _get_worker_runtime_env "
+        "_poll_workers_and_collect_errors _start _train_run_context _worker_cls _worker_group_context "
+        "_worker_group_state"
+    ),
+    "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer": (
+        "_create_default_callbacks _get_train_func _initialize_and_run_controller"
+    ),
+    "ray.util.tpu:SlicePlacementGroup": "_head_pgs",
+}
+
+
+#: Parameters of the functions of Ray that this package calls or replaces without a subclass.
+PARAMETERS = {
+    f"{_EXECUTION}.context:TrainContext._sync_checkpoint_dir_name_across_ranks": "self checkpoint_dir_name",
+    f"{_EXECUTION}.scaling_policy.autoscaling_coordinator_client:TrainAutoscalingCoordinatorClient.__init__": (
+        "self requester_id"
+    ),
+    f"{_EXECUTION}.storage:StorageContext.make_default_checkpoint_dir_name": "",
+}
+
+
+def check_ray() -> None:
+    """Check that the installed Ray has what this package needs. Do nothing if it is a tested version.
+
+    Raises:
+        AttemptFailedError: Ray lacks a name, or a method has other parameters.
+    """
+    untested = untested_ray()
+    differences = list(find_differences()) if untested else []
+    if differences:
+        raise AttemptFailedError(
+            f"this version of prefect-elastic-train does not run with the installed Ray ({untested}): "
+            f"{'; '.join(differences)}. Install a tested version of Ray, or a newer prefect-elastic-train"
+        )
+
+
+def find_differences() -> Iterator[str]:
+    """Yield each name that this package uses and Ray lacks. If there is none, each method with other parameters."""
+    lacks = [*_missing_imports(), *_missing_attributes()]
+    yield from lacks or [*_changed_functions(), *_changed_methods()]
+
+
+def _missing_imports() -> Iterator[str]:
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "ray":
+                yield from (
+                    f"{node.module} has no {alias.name}"
+                    for alias in node.names
+                    if not _has(str(node.module), alias.name)
+                )
+
+
+def _has(module: str, name: str) -> bool:
+    """Return False if a module of Ray or a name in it does not exist."""
+    try:
+        importlib.import_module(module)
+        pkgutil.resolve_name(f"{module}.{name}")
+    except ModuleNotFoundError as error:
+        return not str(error.name).startswith("ray")  # such as JAX, which not everybody has
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _missing_attributes() -> Iterator[str]:
+    for owner, names in ATTRIBUTES.items():
+        try:
+            found = pkgutil.resolve_name(owner)
+            source = inspect.getsource(importlib.import_module(getattr(found, "__module__", "ray")))
+        except (ImportError, AttributeError):
+            yield f"there is no {owner}"
+            continue
+        for name in names.split():
+            if not hasattr(found, name) and not re.search(rf"self\.{name}\b\s*[:=]", source):
+                yield f"{owner} has no {name}"
+
+
+def _changed_functions() -> Iterator[str]:
+    for name, expected in PARAMETERS.items():
+        actual = " ".join(inspect.signature(pkgutil.resolve_name(name)).parameters)
+        if actual != expected:
+            yield f"{name} takes ({actual}), not ({expected})"
+
+
+def _changed_methods() -> Iterator[str]:
+    for room in ("controller", "driver", "worker"):
+        for file in (_PACKAGE / room).glob("[a-z]*.py"):
+            try:
+                module = importlib.import_module(f"{_PACKAGE.name}.{room}.{file.stem}")
+            except ModuleNotFoundError:  # of JAX: Ray has all that is imported from it
+                continue
+            for owner in vars(module).values():
+                if inspect.isclass(owner) and owner.__module__ == module.__name__:
+                    yield from _changed_methods_of(owner)
+
+
+def _changed_methods_of(owner: type) -> Iterator[str]:
+    bases = [base for base in owner.__mro__ if base.__module__.startswith("ray.")]
+    for name, method in vars(owner).items():
+        if not bases or name.startswith("__") or not inspect.isfunction(method):
+            continue
+        base = next((base for base in bases if name in vars(base)), None)
+        if base is None and name.startswith(("before_", "after_", "on_")):
+            yield f"Ray calls no {name} ({owner.__name__})"
+        if base is not None and inspect.isfunction(vars(base)[name]):
+            actual = list(inspect.signature(vars(base)[name]).parameters)
+            if list(inspect.signature(method).parameters) != actual:
+                yield f"{base.__name__}.{name} takes ({' '.join(actual)})"
