@@ -1,6 +1,6 @@
 # An image for flow processes, and for the head and the workers of a Ray cluster. docs/clusters.md has the commands.
 
-# A base with python3, or one of Debian or Ubuntu, which gets theirs: nvidia/cuda:12.8.1-runtime-ubuntu24.04 (Python 3.12).
+# A base with python3, or one of Debian or Ubuntu, which gets theirs: nvidia/cuda:13.0.1-runtime-ubuntu24.04 (Python 3.12).
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
@@ -8,7 +8,7 @@ FROM ${BASE}
 ARG EXTRA=torch,s3
 # A version from an index; empty: the one wheel in dist/.
 ARG VERSION=
-# Where torch comes from: cpu, cu128, …, or auto for that of the building machine (uv pip install --help has them all).
+# Where torch comes from: cpu, cu130, …, or auto for that of the building machine (uv pip install --help has them all).
 ARG TORCH_BACKEND=cpu
 # Further requirements, such as "jax[cuda12] gcsfs".
 ARG PACKAGES=

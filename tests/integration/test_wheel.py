@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,27 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
     finally:
         for terminal in reversed(terminals.values()):
             terminal.close()
+
+
+def test_the_lines_that_install_a_wheel_with_an_extra_do_so(
+    environment: dict[str, str], built: Path, tmp_path: Path
+) -> None:
+    code = [line for block in blocks_of(PAGE) for line in block.code.splitlines() if "dist/*.whl" in line]
+    assert len(code) == 3
+    (folder := tmp_path / "checkout").mkdir()
+    shutil.copytree(built, folder / "dist")
+    for number, line in enumerate(code):
+        # s3fs is small, and pip takes minutes for what uv does in seconds: it installs the wheel alone.
+        is_pip = line.startswith("pip ")
+        line = line.replace("[torch]", "[s3]").replace("pip install", f"pip install{' --no-deps' if is_pip else ''}")
+        terminal = Terminal(f"install-{number}", folder, environment, tmp_path)
+        try:
+            terminal.type(f"python3 -m venv .venv{number}\n. .venv{number}/bin/activate\n{line}")
+            alone = terminal.type(ASK_WHAT_IS_THERE)
+        finally:
+            terminal.close()
+        assert f"there: {distribution.VERSION} {folder / f'.venv{number}'}" in alone
+        assert f"found: {[] if is_pip else ['s3fs']}" in alone
 
 
 #: Where the package comes from, and what of this repository and of its extras is there besides.
