@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install check lint types unit integration faults quick every test test-all soak api reference bench demo clean
+.PHONY: help install check lint types unit integration faults quick every test test-all matrix soak api reference bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ test: $(STAMP)  ## what CI runs: check, one integration or fault test of each ki
 
 test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel
 	$(TOGETHER) lint types every
+
+matrix: $(STAMP)  ## other versions of Python, Ray, Prefect, torch and JAX; ONLY="NAME ..." for some; writes docs/compatibility.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.matrix $(ONLY)
 
 soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of which the trainings count on
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)

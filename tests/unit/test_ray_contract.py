@@ -81,7 +81,7 @@ def test_this_ray_is_tested_and_has_each_name_in_use_with_the_same_parameters() 
     assert list(find_differences()) == []
 
 
-ATTRIBUTES = {name for names in ray_contract.ATTRIBUTES.values() for name in names.split()}
+ATTRIBUTES = {name for names in ray_contract.ATTRIBUTES.values() for name in names.split() if name.startswith("_")}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
 #: One method exists since Ray 2.60 only.
 _ELSEWHERE = {
