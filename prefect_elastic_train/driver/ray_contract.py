@@ -81,8 +81,8 @@ def check_ray() -> None:
     differences = list(find_differences()) if untested else []
     if differences:
         raise AttemptFailedError(
-            f"this version of prefect-elastic-train does not run with the installed Ray ({untested}): "
-            f"{'; '.join(differences)}. Install a tested version of Ray, or a newer prefect-elastic-train"
+            f"{untested}, and cannot run with that: {'; '.join(differences)}. Install a tested version of Ray, or a "
+            "newer prefect-elastic-train"
         )
 
 
