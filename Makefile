@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install check lint types unit integration faults quick every test test-all matrix soak api reference bench demo clean
+.PHONY: help install check lint types unit integration faults quick every test test-all matrix soak api reference docs bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,10 @@ api: $(STAMP)  ## write the snapshot of the public API anew, after a change of i
 reference: $(STAMP)  ## write docs/reference/ from the code
 	$(BIN)/python -m tests.support.reference
 
+# The variable turns off a notice of the theme about its successor.
+docs: $(STAMP)  ## build the site of docs/ into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP)  ## overhead, recovery, warm starts, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
@@ -90,4 +94,4 @@ demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipelin
 	PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 $(BIN)/python -m flows.digits
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo site
