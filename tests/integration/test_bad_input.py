@@ -128,5 +128,5 @@ def test_a_version_of_ray_that_is_not_tested_is_named_at_once_and_refused_if_it_
         assert ended["state"] == "COMPLETED"
         return
     assert (ended["state"], ended["outcome"]) == ("FAILED", "invalid")
-    assert "cannot run with that: there is no ray.util.tpu:SlicePlacementGroup" in ended["error"]
+    assert "cannot run with that: ray.util.tpu has no SlicePlacementGroup; there is no" in ended["error"]
     assert not flow.run, "nothing was begun"
