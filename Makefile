@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install check lint types unit integration faults quick every test test-all soak api reference bench demo clean
+.PHONY: help install check lint types unit integration faults quick every test test-all matrix soak api reference docs bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ test: $(STAMP)  ## what CI runs: check, one integration or fault test of each ki
 test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel
 	$(TOGETHER) lint types every
 
+matrix: $(STAMP)  ## other versions of Python, Ray, Prefect, torch and JAX; ONLY="NAME ..." for some; writes docs/compatibility.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.matrix $(ONLY)
+
 soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of which the trainings count on
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
@@ -71,6 +74,10 @@ api: $(STAMP)  ## write the snapshot of the public API anew, after a change of i
 
 reference: $(STAMP)  ## write docs/reference/ from the code
 	$(BIN)/python -m tests.support.reference
+
+# The variable turns off a notice of the theme about its successor.
+docs: $(STAMP)  ## build the site of docs/ into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## overhead, recovery, warm starts, growth, goodput, checkpoints, reporting, loop and old runs, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
@@ -87,4 +94,4 @@ demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipelin
 	PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 $(BIN)/python -m flows.digits
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo site

@@ -65,11 +65,14 @@ def demand_of(scaling_config: Any) -> Demand:
     resources = scaling_config._resources_per_worker_not_none
     topology = scaling_config.topology
     shape = slice_shape(topology, scaling_config.accelerator_type, resources) if topology else None
+    selector: Any = scaling_config.label_selector or {}
+    by_worker = isinstance(selector, list)
     return Demand(
         resources=resources,
         min_workers=scaling_config.min_workers,
         max_workers=scaling_config.max_workers,
-        labels=scaling_config.label_selector or {},
+        labels={} if by_worker else selector,
+        labels_by_worker=selector if by_worker else (),
         strategy=scaling_config.placement_strategy,
         shape=shape,
     )

@@ -6,7 +6,7 @@ where it fits now, beside what others hold, and a TPU slice counts as a whole or
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect_elastic_train.core.tpu_slices import SliceShape
@@ -48,6 +48,7 @@ class Demand:
         shape: The shape of a TPU slice if the workers fill TPU slices, else None.
         held: Number of workers that the run has on each node now. A new worker group replaces them, so their resources
             count as free.
+        labels_by_worker: Ray's label selector for the node of each worker; empty: `labels` for all.
     """
 
     resources: dict[str, float]
@@ -57,6 +58,7 @@ class Demand:
     strategy: str = "PACK"
     shape: SliceShape | None = None
     held: Mapping[str, int] = field(default_factory=dict)
+    labels_by_worker: Sequence[Mapping[str, str]] = ()
 
 
 def head_resource(pod_type: str) -> str:
@@ -79,10 +81,32 @@ def possible_workers(
         most = min(most, sum(_fitting(on_node, demand.resources) for on_node in reserved))
     if demand.shape is not None:
         return min(most // demand.shape.workers, len(free_slices(nodes, demand))) * demand.shape.workers
-    counts = [_workers_on(node, demand) for node in nodes]
+    room = {node.id: _workers_on(node, demand) for node in nodes}
     if demand.strategy == "STRICT_SPREAD":
-        return min(most, sum(count > 0 for count in counts))
-    return min(most, max(counts, default=0) if demand.strategy == "STRICT_PACK" else sum(counts))
+        room = {node: min(count, 1) for node, count in room.items()}
+    chosen = [[node] for node in nodes] if demand.strategy == "STRICT_PACK" else [nodes]
+    if demand.labels_by_worker:
+        return min(most, max((_place_in_order(each, room, demand.labels_by_worker) for each in chosen), default=0))
+    return min(most, max((sum(room[node.id] for node in each) for each in chosen), default=0))
+
+
+def _place_in_order(
+    nodes: Collection[Node], room: Mapping[str, int], labels_by_worker: Sequence[Mapping[str, str]]
+) -> int:
+    """Return the number of workers that find room, if each takes the first node that satisfies its label selector.
+
+    Args:
+        nodes: Nodes to place the workers on.
+        room: Number of workers that fit on each node.
+        labels_by_worker: Label selector of each worker. A group of n workers has the first n.
+    """
+    left = dict(room)
+    for number, labels in enumerate(labels_by_worker):
+        node = next((node.id for node in nodes if left[node.id] and _satisfies(node.labels, labels)), None)
+        if node is None:
+            return number
+        left[node] -= 1
+    return len(labels_by_worker)
 
 
 def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
@@ -116,7 +140,8 @@ def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> 
     if possible_workers(nodes, demand) >= demand.min_workers:
         return "a reservation by Ray's coordinator, which reserves the free resources for another training"
     if shape is None:
-        conditions = f" on nodes with {dict(demand.labels)}" if demand.labels else ""
+        labels = demand.labels_by_worker[possible] if demand.labels_by_worker else demand.labels
+        conditions = f" on nodes with {dict(labels)}" if labels else ""
         conditions += f", {demand.strategy}" if demand.strategy.startswith("STRICT") else ""
         return f"{missing} more worker(s) with {_format(demand.resources)} each{conditions}"
     problems = [

@@ -11,7 +11,9 @@ from pydantic import BaseModel, Field, ValidationError
 from .outcomes import AttemptFailedError
 from .size_limits import as_json
 
-SCHEMA_VERSION = 3  # schema of the records that this version of the package writes; others are refused
+#: Schema of the records that this version of the package writes, and the oldest one that it reads.
+SCHEMA_VERSION = 3
+OLDEST_SCHEMA_VERSION = 3  # that of version 0.1.0
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -209,11 +211,11 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
         return None
     try:
         version = _Record.model_validate_json(data).schema_version
-        if version == SCHEMA_VERSION:
+        if OLDEST_SCHEMA_VERSION <= version <= SCHEMA_VERSION:
             return record_type.model_validate_json(data)
     except ValidationError:
         return None
     raise AttemptFailedError(
         f"the run was written by another version of prefect-elastic-train (schema {version}, this one reads "
-        f"{SCHEMA_VERSION}); continue with that version, or use another run_name"
+        f"{OLDEST_SCHEMA_VERSION} to {SCHEMA_VERSION}); continue with that version, or use another run_name"
     )

@@ -93,8 +93,8 @@ class ScalingSettings(SettingsModel):
     """Keep a warm standby worker for each worker, for the next restart. "auto": where there is memory."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places the workers: packed on few nodes or spread over many."""
-    label_selector: Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)] = {}
-    """Ray node labels that a worker's node must have, such as {"market-type": "spot"}."""
+    label_selector: Annotated[dict[str, str] | list[dict[str, str]], BeforeValidator(_unwrap_ui_json)] = {}
+    """Ray node labels that a worker's node must have, such as {"market-type": "spot"}; as a list, for each worker."""
     topology: _Text = ""
     """TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices."""
     accelerator_type: _Text = ""
@@ -123,6 +123,12 @@ class ScalingSettings(SettingsModel):
                     f"resources_per_worker has {resource} {amount:g}, and accelerator is {self.accelerator!r}; "
                     "correct one of them"
                 )
+        selectors = self.label_selector
+        if isinstance(selectors, list) and len(selectors) != self.max_workers:
+            raise ValueError(
+                f"label_selector has {len(selectors)} entries, and max_workers is {self.max_workers}; give one entry "
+                "for each worker, or one for all that is no list"
+            )
         if self.accelerator == "tpu":
             _check_tpu(self)
         elif self.topology:

@@ -27,4 +27,4 @@ def untested_ray() -> str:
     """Return a warning if this package was not tested with the installed minor version of Ray, else ""."""
     if "{}.{}".format(*ray_minor()) in TESTED_RAY:
         return ""
-    return f"not tested with Ray {version('ray')}, but with {', '.join(TESTED_RAY)}"
+    return f"prefect-elastic-train {__version__} was tested with Ray {', '.join(TESTED_RAY)}, not with {version('ray')}"

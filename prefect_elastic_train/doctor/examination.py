@@ -122,8 +122,8 @@ def check_versions() -> Iterator[Finding]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("prefect-elastic-train", "ray", "prefect"))
     yield ok(f"Python {platform.python_version()}, {packages}")
     if untested := untested_ray():
-        yield warn(untested, "see docs/compatibility.md")
         check_ray()
+        yield warn(untested, "compare docs/compatibility.md")
 
 
 def check_server() -> Iterator[Finding]:

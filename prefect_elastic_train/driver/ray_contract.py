@@ -16,11 +16,18 @@ from prefect_elastic_train.core.version import untested_ray
 
 _PACKAGE = Path(__file__).parents[1]
 _EXECUTION = "ray.train.v2._internal.execution"
-#: Private attributes of Ray's classes and modules that this package calls, reads, sets or overrides, by owner.
+#: Private attributes of Ray's classes and modules that this package calls, reads, sets or overrides, and the names that
+#: it replaces, by owner.
 ATTRIBUTES = {
     "ray": "_private",
+    "ray.actor": "ActorClassID",
     "ray._private.node:Node": "_node_id _ray_params _session_dir",
+    "ray._private.services": "start_api_server",
     "ray._private.state:state": "_connect_and_get_accessor",
+    "ray._private.worker:Worker": "get_accelerator_ids_for_accelerator_resource",
+    "ray.scripts.scripts": "get_ray_client_dependency_error",
+    "ray.train.v2._internal.callbacks.preemption_callback": "PreemptionWatcher",
+    "ray.train.v2.api.data_parallel_trainer": "TrainController get_env_vars_to_propagate",
     "ray.dashboard.modules.dashboard_sdk:SubmissionClient": "_do_request _upload_package_if_needed",
     "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:_AutoscalingCoordinatorActor": "_tick",
     "ray.train:ScalingConfig": "_resources_per_worker_not_none",
@@ -29,16 +36,19 @@ ATTRIBUTES = {
         "_assert_checkpoints_exist _checkpoint_config _checkpoint_results _checkpoint_to_report_index "
         "_get_checkpoint_score _load_state _save_state _storage_context _validated_checkpoints _write_state_to_storage"
     ),
+    f"{_EXECUTION}.context": "is_managed_checkpoint",
     f"{_EXECUTION}.context:TrainContext": "_sync_checkpoint_dir_name_across_ranks",
     f"{_EXECUTION}.controller:TrainController": (
         "_health_check_interval_s _make_and_handle_scaling_decision_for_non_running_worker_group _poll_workers "
         "_run_config _shutdown_worker_group _worker_group"
     ),
+    f"{_EXECUTION}.controller.controller": "CheckpointManager",
     f"{_EXECUTION}.controller.state:TrainControllerState": "_state_type",
     f"{_EXECUTION}.preemption:PreemptionWatcher": "_node_to_ranks _on_drain_change",
     f"{_EXECUTION}.scaling_policy:ScalingPolicy": (
         "_autoscaling_coordinator _coordinator_client _maybe_send_resource_request _requester_id _send_resource_request"
     ),
+    f"{_EXECUTION}.scaling_policy.autoscaling_coordinator_client": "AUTOSCALING_REQUESTS_EXPIRE_TIME_S",
     f"{_EXECUTION}.worker_group:WorkerGroup": (
         "_assign_worker_ranks _clear_state _create_placement_group _create_workers _get_worker_runtime_env "
         "_poll_workers_and_collect_errors _start _train_run_context _worker_cls _worker_group_context "
@@ -71,8 +81,8 @@ def check_ray() -> None:
     differences = list(find_differences()) if untested else []
     if differences:
         raise AttemptFailedError(
-            f"this version of prefect-elastic-train does not run with the installed Ray ({untested}): "
-            f"{'; '.join(differences)}. Install a tested version of Ray, or a newer prefect-elastic-train"
+            f"{untested}, and cannot run with that: {'; '.join(differences)}. Install a tested version of Ray, or a "
+            "newer prefect-elastic-train"
         )
 
 

@@ -262,8 +262,7 @@ class Training(Follower):
             storage_block=saved_name(self.blocks.storage),
         )
         self._log = RunLog(get_run_logger(), settings.log_lines_per_second)
-        if untested := untested_ray():
-            self._log.note(f"This package was {untested}", WARNING)
+        self._log.note(untested_ray(), WARNING)
         self._publisher = Publisher(
             report,
             self._log.note,

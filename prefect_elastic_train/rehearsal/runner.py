@@ -73,10 +73,10 @@ def rehearse(
     """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two trainings.
 
     Both stop early, so use a config with which the loop saves several times a minute. Only the certificate is kept. In
-    a flow it is also an artifact of the flow run.
+    a flow it is also an artifact of the flow run. ``train_loop``, ``train_loop_config``, ``framework``, ``datasets``,
+    ``torch_config`` and ``jax_config`` are those of ``elastic_train``.
 
     Args:
-        train_loop, train_loop_config, framework, datasets, torch_config, jax_config: As in ``elastic_train``.
         scaling: The ``ElasticScaling`` block or its name: resources per worker, and ``min_workers``.
         workers: Number of workers of the undisturbed training.
         faults: Kinds of faults to inject: "worker", "driver", "freeze", "storage", "node", "drain", "growth".

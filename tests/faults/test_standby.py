@@ -65,7 +65,7 @@ def test_standbys_need_no_resources_of_a_shared_cluster_and_are_as_the_workers_a
         loop="tests.faults.test_standby:loop_of_its_own_environment",
         config=train_config(ledger, steps=100_000, sleep=0.2, until=str(until), environment=environment),
         worker_runtime_env={"env_vars": environment},
-        scaling={**SCALING, "label_selector": {"pool": "a"}},  # whose CPUs the workers hold all
+        scaling={**SCALING, "label_selector": [{"pool": "a"}, {"pool": "!b"}]},  # whose CPUs the workers hold all
         cluster=cluster.block,
     )
     flow.wait_for(lambda: READY in flow.log, 180, "standby workers")

@@ -20,7 +20,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.request import MARK_VARIABLE
 from tests.support.clusters import RayHead
-from tests.support.processes import SESSION_VARIABLE, attempts, carrying, free_port
+from tests.support.processes import ROOT, SESSION_VARIABLE, Start, attempts, carrying, free_port
 
 LOOP = "tests.support.loops:hashing_loop"
 
@@ -97,3 +97,36 @@ def test_what_only_a_driver_can_see_is_one_error_that_is_not_retried_before_anyt
     assert [one for run in (tmp_path / "runs").glob("*") for one in attempts(run)] == []
     ours = carrying(f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}")
     assert [one for one in ours if one.environ().get(MARK_VARIABLE) and one.ppid() in (os.getpid(), 1)] == []
+
+
+#: Sets another version of Ray, which may lack a name.
+ANOTHER_RAY = """
+import importlib.metadata, os
+version, import_module = importlib.metadata.version, importlib.import_module
+importlib.metadata.version = lambda name: "2.99.0" if name == "ray" else version(name)
+
+def import_another(name, package=None):
+    module = import_module(name, package)
+    if name == "ray.util.tpu" and "LACKS" in os.environ:
+        vars(module).pop("SlicePlacementGroup", None)
+    return module
+
+importlib.import_module = import_another
+"""
+
+
+@pytest.mark.parametrize("lacks", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_version_of_ray_that_is_not_tested_is_named_at_once_and_refused_if_it_lacks_a_name_in_use(
+    start: Start, tmp_path: Path, lacks: bool
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ANOTHER_RAY)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"} | ({"LACKS": "1"} if lacks else {})
+    flow = start(config={"steps": 1}, environment=environment)
+    ended = flow.wait(120)
+    assert "was tested with Ray 2.58, 2.59, 2.60, not with 2.99.0" in flow.log
+    if not lacks:
+        assert ended["state"] == "COMPLETED"
+        return
+    assert (ended["state"], ended["outcome"]) == ("FAILED", "invalid")
+    assert "cannot run with that: ray.util.tpu has no SlicePlacementGroup; there is no" in ended["error"]
+    assert not flow.run, "nothing was begun"

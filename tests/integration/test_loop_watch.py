@@ -134,7 +134,7 @@ def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, j
     assert results["never asks"].time.lost_seconds > 8 * 0.05
     for habit in ("never asks", "asks and does not load"):
         message = told[habit][0].message
-        assert "began again at step 1 although the checkpoint of step 8 is there" in message
+        assert "started from the beginning at step 1, although the checkpoint of step 8 exists" in message
         assert "it never read what ray.train.get_checkpoint() returns" in message
     assert strict.outcome is Outcome.USER_ERROR
     assert "it never read what ray.train.get_checkpoint() returns" in str(strict)

@@ -189,7 +189,7 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     assert after[0] in (CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY), "it went on from a checkpoint"
     report = ui.open_report()
     ui.reload_until(report.filter(has_text="rank 0 fails once"))
-    item = report.get_by_role("listitem").filter(has_text="worker failure: the workers are restarted")
+    item = report.get_by_role("listitem").filter(has_text="worker failure; the worker group is restarted from")
     expect(item.filter(has_text="rank 0 fails once")).to_have_count(1)
     pictures = report.get_by_role("img")
     expect(pictures.first).to_be_visible()

@@ -30,6 +30,7 @@ from tests.support.processes import ROOT, call, carrying, end_tree, free_port, k
 pytestmark = pytest.mark.full
 
 PAGE = ROOT / "docs" / "quickstart.md"
+INSTALL = ROOT / "docs" / "guide" / "install.md"
 #: How long one step of the quickstart may take.
 STEP_SECONDS = 120.0
 MARK = "QUICKSTART_OF_A_TEST"
@@ -164,7 +165,7 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
 def test_the_lines_that_install_a_wheel_with_an_extra_do_so(
     environment: dict[str, str], built: Path, tmp_path: Path
 ) -> None:
-    code = [line for block in blocks_of(PAGE) for line in block.code.splitlines() if "dist/*.whl" in line]
+    code = [line for block in blocks_of(INSTALL) for line in block.code.splitlines() if "dist/*.whl" in line]
     assert len(code) == 3
     (folder := tmp_path / "checkout").mkdir()
     shutil.copytree(built, folder / "dist")

@@ -242,7 +242,7 @@ class FlowProcess:
     #: Those that are not closed, whose logs are shown when a test waits in vain.
     open: ClassVar[list[FlowProcess]] = []
 
-    def __init__(self, folder: Path, api_url: str, **arguments: Any) -> None:
+    def __init__(self, folder: Path, api_url: str, python: str = sys.executable, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         storage = arguments.setdefault("storage", str(folder / "runs"))
         self.storage = Path(storage if isinstance(storage, str) else folder / "no directory")
@@ -253,7 +253,7 @@ class FlowProcess:
         environment |= {name: str(value) for name, value in arguments.pop("environment", {}).items()}
         file = folder / "arguments.json"
         file.write_text(json.dumps(arguments, default=str))
-        script = (sys.executable, "-m", "tests.support.flow_script", file)
+        script = (python, "-m", "tests.support.flow_script", file)
         self.process = spawn(*script, log=self.log_file, env=environment)
         self.pid = self.process.pid
         FlowProcess.open.append(self)

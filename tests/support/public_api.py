@@ -38,12 +38,12 @@ def render() -> str:
         ),
         "Entry points": _entry_points(),
     }
-    head = "# The public API. Renew with `make api` after a change that is meant; see docs/api.md."
+    head = "# The public API. Renew with `make api` after a change that is meant; see docs/reference/python.md."
     return "\n".join([head, *(f"\n## {title}\n" + "\n".join(lines) for title, lines in sections.items())]) + "\n"
 
 
 def listed() -> list[str]:
-    """The names that ``docs/api.md`` lists."""
+    """The names that ``docs/reference/python.md`` lists."""
     points = [line.partition(":")[0] for line in _entry_points()]
     names = [*prefect_elastic_train.__all__, *_PARTS_OF_RESULTS, *loop.__all__]
     return [*names, *(name for name, _ in commands()), *points]

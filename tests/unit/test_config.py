@@ -121,6 +121,7 @@ def test_addresses_that_can_be_used_are_taken_without_blanks_and_a_last_slash(ad
     [
         (ElasticScaling, "resources_per_worker", '{"CPU": 4}'),
         (ElasticScaling, "label_selector", '{"market-type": "spot"}'),
+        (ElasticScaling, "label_selector", '[{"market-type": "spot"}]'),
         (RayCluster, "runtime_env", '{"pip": ["einops"]}'),
     ],
 )

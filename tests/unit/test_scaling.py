@@ -34,6 +34,10 @@ REFUSED = [
     (SLICES | {"label_selector": {"zone": "a"}}, "cannot be combined with a label_selector ({'zone': 'a'})"),
     (SLICES | {"placement_strategy": "STRICT_PACK"}, "or a strict placement_strategy (STRICT_PACK)"),
     (SLICES | {"accelerator": "gpu"}, "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'"),
+    (
+        {"label_selector": [{}], "max_workers": 2},
+        "label_selector has 1 entries, and max_workers is 2; give",
+    ),
     ({"resources_per_worker": {"TPU": 4}}, "has TPU 4, and accelerator is 'cpu'"),
     ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 must be a fraction of one GPU or a whole"),
     ({"resources_per_worker": {"CPU": 1, "disk": 0.00001}}, "must have a resource of at least 0.0001"),

@@ -1,13 +1,15 @@
 """How many workers fit, with how many a group starts, and when a healthy one grows: over plain values."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.controller import sizing
-from prefect_elastic_train.controller.sizing import Demand, Node, Stability, Start, possible_workers
+from prefect_elastic_train.controller.nodes import demand_of
+from prefect_elastic_train.controller.sizing import Demand, Node, Stability, Start, describe_missing, possible_workers
 from prefect_elastic_train.core.tpu_slices import SliceShape
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
@@ -62,6 +64,33 @@ def test_several_resources_are_all_needed() -> None:
 def test_only_nodes_with_the_wanted_labels_count(selector: str, fitting: int) -> None:
     nodes = [node("a", market="spot"), node("b", market="on-demand"), node("c")]
     assert possible_workers(nodes, gpus(market=selector)) == fitting
+
+
+@pytest.mark.parametrize(
+    ("pools", "strategy", "fitting"),
+    [
+        ("a a b", "PACK", 3),
+        ("a b b", "PACK", 2),  # as many as find room from the first on
+        ("c a a", "PACK", 0),
+        ("a a b", "STRICT_SPREAD", 1),
+        ("a a b", "STRICT_PACK", 2),
+    ],
+)
+def test_each_worker_counts_on_nodes_with_its_own_labels(pools: str, strategy: str, fitting: int) -> None:
+    nodes = [node("a", 2, 2, pool="a"), node("b", 1, 2, pool="b")]
+    selectors = [{"pool": pool} for pool in pools.split()]
+    config = SimpleNamespace(
+        _resources_per_worker_not_none={"GPU": 1.0},
+        topology=None,
+        min_workers=1,
+        max_workers=3,
+        label_selector=selectors,
+        placement_strategy=strategy,
+    )
+    demand = demand_of(config)
+    assert possible_workers(nodes, demand) == fitting
+    if fitting < 3:
+        assert str(selectors[fitting]) in describe_missing(nodes, replace(demand, min_workers=3), fitting)
 
 
 @pytest.mark.parametrize(
