@@ -69,8 +69,8 @@ class Storage:
             problem = self.retries.without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(
             f"cannot open {scheme}:// here: {problem}. Install the package that it needs on every node "
-            "(`pip install 'prefect-elastic-train[s3]'` for S3, gcsfs for Google, adlfs for Azure), and correct the options "
-            "of the storage block"
+            "(`pip install 'prefect-elastic-train[s3]'` for S3, gcsfs for Google, adlfs for Azure), and correct the "
+            "options of the storage block"
         )
 
 
