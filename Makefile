@@ -15,18 +15,20 @@ STAMP := $(VENV)/.installed
 # Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
+# uv looks for packages where pip is told to look.
+UV_SETTINGS = UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
+	$(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX="$(PIP_INDEX_URL)") UV_INDEX="$(PIP_EXTRA_INDEX_URL)"
+
 .PHONY: help install check lint types unit integration faults quick every test test-all matrix soak api reference docs bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# uv installs in seconds what pip takes minutes for, from where pip is told to look.
+# uv installs in seconds what pip takes minutes for.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
-	$(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX="$(PIP_INDEX_URL)") UV_INDEX="$(PIP_EXTRA_INDEX_URL)" \
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	$(UV_SETTINGS) $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP)  ## create the virtual environment and install the project with its development extras
@@ -64,7 +66,7 @@ test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/c
 	$(TOGETHER) lint types every
 
 matrix: $(STAMP)  ## other versions of Python, Ray, Prefect, torch and JAX; ONLY="NAME ..." for some; writes docs/compatibility.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.matrix $(ONLY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(UV_SETTINGS) $(BIN)/python -m tests.matrix $(ONLY)
 
 soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of which the trainings count on
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)

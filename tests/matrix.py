@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from tests.support.processes import ROOT
 
 FOLDER = ROOT / ".matrix"
 PAGE = ROOT / "docs" / "compatibility.md"
-#: What is shown of each environment.
+#: Packages whose versions the table shows.
 SHOWN = ("ray", "prefect", "torch", "jax")
 #: Real faults, one test of each kind.
 FAULTS = {
@@ -41,7 +42,7 @@ FAULTS = {
     "frozen driver": "test_fence.py::test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself",
 }
 UPGRADE = "test_upgrade.py"
-STEP_SECONDS = 1800
+STEP_SECONDS = 2700
 #: Comments of the page around its table.
 _BEGIN = "<!-- matrix -->"
 _END = "<!-- end -->"
@@ -119,33 +120,32 @@ def _write_row(cells: list[str]) -> None:
 
 def _run(combination: Combination) -> Iterator[str]:
     """Install a combination and run its tests; yield the cells of its row."""
-    _install(combination)
+    if not _install(combination):
+        yield from [combination.python, "**not installed, failed**", *["–"] * (len(SHOWN) + 3 + len(FAULTS))]
+        return
     versions = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
     command = [combination.interpreter, "-c", versions, *SHOWN]
     yield combination.python
     yield from subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     unit = _test(combination, "unit", "-n", "4", "tests/unit")
     yield _cell(unit)
-    yield _cell({name: passed for name, passed in unit.items() if "test_ray_contract" in name})
+    yield _cell({name: outcome for name, outcome in unit.items() if "test_ray_contract" in name})
     yield _call(combination, "demo", "-m", "flows.digits")
     faults = _test(combination, "faults", "-n", "2", *(f"tests/faults/{test}" for test in FAULTS.values()))
     for test in FAULTS.values():
         name = test.partition("::")[2]
-        yield _cell({each: passed for each, passed in faults.items() if name in each})
-    if not combination.upgrade_from:
-        yield "–"
-        return
-    before = next(each for each in COMBINATIONS if each.name == combination.upgrade_from)
-    _install(before)
-    os.environ["UPGRADE_FROM_PYTHON"] = str(before.interpreter)
-    yield _cell(_test(combination, "upgrade", f"tests/faults/{UPGRADE}"))
+        yield _cell({each: outcome for each, outcome in faults.items() if name in each})
+    before = [each for each in COMBINATIONS if each.name == combination.upgrade_from and _install(each)]
+    other = {"UPGRADE_FROM_PYTHON": str(before[0].interpreter)} if before else {}
+    yield _cell(_test(combination, "upgrade", f"tests/faults/{UPGRADE}", **other))
 
 
-def _install(combination: Combination) -> None:
-    if combination.interpreter.exists():
-        return
-    subprocess.run(["uv", "venv", "--python", combination.python, FOLDER / combination.name], check=True)
-    # On Python 3.10, and for other frameworks, the resolver chooses what goes with them.
+def _install(combination: Combination) -> bool:
+    """Install a combination into its environment if it is not there; return True if it is."""
+    done = FOLDER / combination.name / "installed"
+    if done.exists():
+        return True
+    # With other versions of these packages, the resolver chooses what goes with them.
     replaced = {re.split("[=><]", package)[0] for package in combination.packages}
     if "prefect" in replaced:
         replaced |= {"apprise", "certifi", "whenever"}
@@ -155,44 +155,59 @@ def _install(combination: Combination) -> None:
     constraints = FOLDER / f"{combination.name}.txt"
     constraints.write_text("\n".join(line for line in lines if line.split("==")[0] not in replaced))
     install = ["uv", "pip", "install", "--python", combination.interpreter, "-c", constraints]
-    subprocess.run([*install, "-e", f"{ROOT}[dev]", *combination.packages], check=True)
+    for command in (
+        ["uv", "venv", "--clear", "--python", combination.python, FOLDER / combination.name],
+        [*install, "-e", f"{ROOT}[dev]", *combination.packages],
+    ):
+        if subprocess.run(command).returncode:
+            return False
+    done.touch()
+    return True
 
 
-def _test(combination: Combination, name: str, *arguments: str) -> dict[str, float | None]:
-    """Run tests; return the seconds of each by its name, None for one that failed."""
+def _test(combination: Combination, name: str, *arguments: str, **environment: str) -> dict[str, float | None]:
+    """Run tests; return the seconds of each that was not skipped by its name, None for one that failed."""
     report = FOLDER / f"{combination.name}-{name}.xml"
     report.unlink(missing_ok=True)
-    _call(combination, name, "-m", "pytest", "-q", f"--junitxml={report}", *arguments)
+    _call(combination, name, "-m", "pytest", "-q", f"--junitxml={report}", *arguments, **environment)
     if not report.exists():
         return {name: None}
     tests: dict[str, float | None] = {}
     for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
         has_failed = case.find("failure") is not None or case.find("error") is not None
         tests[f"{case.get('classname')}::{case.get('name')}"] = None if has_failed else float(case.get("time", 0))
     return tests
 
 
-def _call(combination: Combination, name: str, *arguments: str) -> str:
+def _call(combination: Combination, name: str, *arguments: str, **environment: str) -> str:
     """Run Python in an environment; return the cell of the table. The output is in a file."""
     start = time.monotonic()
+    own = ("PREFECT_", "RAY_")  # settings of whoever runs this
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     with (FOLDER / f"{combination.name}-{name}.log").open("w") as log, tempfile.TemporaryDirectory() as home:
-        environment = {**os.environ, "PREFECT_HOME": home, "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+        prefect = {"PREFECT_HOME": home, "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
         process = subprocess.Popen(
-            [combination.interpreter, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [combination.interpreter, *arguments],
+            cwd=ROOT,
+            env={**inherited, **prefect, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             code = process.wait(STEP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            code = process.wait(60)
-    return "failed" if code else f"{time.monotonic() - start:.0f} s"
+            process.send_signal(signal.SIGINT)  # pytest ends what its tests have started
+            code = process.wait(120)
+    return "**failed**" if code else f"{time.monotonic() - start:.0f} s"
 
 
 def _cell(tests: dict[str, float | None]) -> str:
     """Return the cell of some tests: the sum of their seconds, or the number of those that failed."""
     failed = sum(seconds is None for seconds in tests.values())
     if failed or not tests:
-        return f"**{failed or 'all'} failed**"
+        return f"**{failed or 'none ran,'} failed**"
     return f"{sum(seconds or 0 for seconds in tests.values()):.0f} s"
 
 

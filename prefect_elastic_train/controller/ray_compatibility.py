@@ -14,16 +14,15 @@ from ray.train.v2._internal.execution.scaling_policy import AUTOSCALING_REQUESTS
 
 from prefect_elastic_train.core.settings import FailureSettings
 
-#: The class of the coordinator's actor. Since Ray 2.60, the coordinator can look at the cluster before it answers.
-COORDINATOR: Any = getattr(_AutoscalingCoordinatorActor, "__ray_actor_class__", _AutoscalingCoordinatorActor)
-_CAN_RECOMPUTE = "recompute" in inspect.signature(COORDINATOR.get_reserved_resources).parameters
+#: True if the coordinator can refresh its view of the cluster before it answers, as since Ray 2.60.
+_CAN_RECOMPUTE = "recompute" in inspect.signature(_AutoscalingCoordinatorActor.get_reserved_resources).parameters
 
 
 def failure_config(failures: FailureSettings) -> FailureConfig:
     """Return Ray's ``FailureConfig`` for the failure settings of a run.
 
-    Before Ray 2.60, it has no ``preemption_grace_s`` and no ``relax_collectives_on_preemption``: the settings refuse
-    other values than the defaults there.
+    Before Ray 2.60, it has no ``preemption_grace_s`` and no ``relax_collectives_on_preemption``, and a training with
+    other values than the defaults is refused.
     """
     options: dict[str, Any] = {
         "preemption_grace_s": failures.preemption_grace_seconds,
@@ -41,11 +40,10 @@ def reserved_resources(coordinator: Any, requester_id: str) -> Collection[Mappin
 
     Since Ray 2.60, there is one mapping for each node; before, one for each requested worker that fits.
     """
-    timeout = AUTOSCALING_REQUESTS_GET_TIMEOUT_S
-    if _CAN_RECOMPUTE:
-        by_node = coordinator.get_reserved_resources.remote(requester_id, recompute=True)
-        return list(ray.get(by_node, timeout=timeout).values())
-    # Otherwise the coordinator's view of the cluster is up to 20 s old. It executes the calls in this order.
-    coordinator._tick.remote()
-    by_worker = coordinator.get_reserved_resources.remote(requester_id)
-    return list(ray.get(by_worker, timeout=timeout))
+    if not _CAN_RECOMPUTE:
+        # Without this call, the view is up to 20 s old. The actor executes the calls of one caller in order.
+        coordinator._tick.remote()
+    options = {"recompute": True} if _CAN_RECOMPUTE else {}
+    reference = coordinator.get_reserved_resources.remote(requester_id, **options)
+    reserved = ray.get(reference, timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S)
+    return list(reserved.values()) if isinstance(reserved, Mapping) else list(reserved)

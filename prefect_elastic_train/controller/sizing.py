@@ -74,11 +74,11 @@ def possible_workers(
     Args:
         nodes: Nodes to place the workers on.
         demand: Resources that the workers need.
-        reserved: Resources on each node that Ray's coordinator reserves for the run; None for no coordinator.
+        reserved: Resources that Ray's coordinator reserves for the run, by node or by worker; None for no coordinator.
     """
     most = demand.max_workers
     if reserved is not None:
-        most = min(most, sum(_fitting(on_node, demand.resources) for on_node in reserved))
+        most = min(most, sum(_fitting(part, demand.resources) for part in reserved))
     if demand.shape is not None:
         return min(most // demand.shape.workers, len(free_slices(nodes, demand))) * demand.shape.workers
     room = {node.id: _workers_on(node, demand) for node in nodes}
@@ -93,20 +93,26 @@ def possible_workers(
 def _place_in_order(
     nodes: Collection[Node], room: Mapping[str, int], labels_by_worker: Sequence[Mapping[str, str]]
 ) -> int:
-    """Return the number of workers that find room, if each takes the first node that satisfies its label selector.
+    """Return the number of workers that find room, each on a node that satisfies its label selector.
+
+    Those with the fewest such nodes choose first.
 
     Args:
         nodes: Nodes to place the workers on.
         room: Number of workers that fit on each node.
         labels_by_worker: Label selector of each worker. A group of n workers has the first n.
     """
-    left = dict(room)
-    for number, labels in enumerate(labels_by_worker):
-        node = next((node.id for node in nodes if left[node.id] and _satisfies(node.labels, labels)), None)
-        if node is None:
+    choices = [[node.id for node in nodes if _satisfies(node.labels, labels)] for labels in labels_by_worker]
+    for number in range(len(choices), 0, -1):
+        left = dict(room)
+        for choice in sorted(choices[:number], key=len):
+            node = next((node for node in choice if left[node]), None)
+            if node is None:
+                break
+            left[node] -= 1
+        else:
             return number
-        left[node] -= 1
-    return len(labels_by_worker)
+    return 0
 
 
 def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:

@@ -11,9 +11,10 @@ from pydantic import BaseModel, Field, ValidationError
 from .outcomes import AttemptFailedError
 from .size_limits import as_json
 
-#: Schema of the records that this version of the package writes, and the oldest one that it reads.
+#: Schema of the records that this version of the package writes.
 SCHEMA_VERSION = 3
-OLDEST_SCHEMA_VERSION = 3  # that of version 0.1.0
+#: Oldest schema of records that this version reads: that of version 0.1.0.
+OLDEST_SCHEMA_VERSION = 3
 
 Record = TypeVar("Record", bound="_Record")
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from abc import abstractmethod
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -29,7 +28,6 @@ from pydantic import (
 )
 
 from .outcomes import ConfigurationError
-from .version import ray_minor
 
 #: From the scheme, or from ``user:`` without one, to the last ``@`` of the word. Passwords may contain ``/``, ``@`` and
 #: quotes, as AWS's secret keys do, so an ``@`` of the path cannot be recognized and is masked with them.
@@ -53,7 +51,7 @@ def _unwrap_ui_json(value: Any) -> Any:
             return json.loads(value.strip() or "{}")
         except ValueError as error:
             raise ValueError(f"expected a JSON object such as {{}} ({error})") from None
-    return value
+    return [*map(_unwrap_ui_json, value)] if isinstance(value, list) else value
 
 
 _AtLeastOne = Annotated[int, Field(ge=1)]
@@ -94,7 +92,7 @@ class ScalingSettings(SettingsModel):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places the workers: packed on few nodes or spread over many."""
     label_selector: Annotated[dict[str, str] | list[dict[str, str]], BeforeValidator(_unwrap_ui_json)] = {}
-    """Ray node labels that a worker's node must have, such as {"market-type": "spot"}; as a list, for each worker."""
+    """Ray node labels that a worker's node must have, such as {"market-type": "spot"}, or a list: one for each."""
     topology: _Text = ""
     """TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices."""
     accelerator_type: _Text = ""
@@ -124,10 +122,10 @@ class ScalingSettings(SettingsModel):
                     "correct one of them"
                 )
         selectors = self.label_selector
-        if isinstance(selectors, list) and len(selectors) != self.max_workers:
+        if isinstance(selectors, list) and len(selectors) not in (0, self.max_workers):
             raise ValueError(
-                f"label_selector has {len(selectors)} entries, and max_workers is {self.max_workers}; give one entry "
-                "for each worker, or one for all that is no list"
+                f"label_selector has {len(selectors)} entries, and max_workers is {self.max_workers}; give a list "
+                "with one entry for each worker, or one dict for all"
             )
         if self.accelerator == "tpu":
             _check_tpu(self)
@@ -193,13 +191,6 @@ class FailureSettings(SettingsModel):
     """A worker group without a report for this long has failed. 0: off."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"
     """What happens when a restarted loop starts from scratch although there is a checkpoint."""
-
-    @model_validator(mode="after")
-    def _check_ray(self) -> FailureSettings:
-        for name in ("preemption_grace_seconds", "relax_collectives_on_preemption"):
-            if getattr(self, name) and ray_minor() < (2, 60):
-                raise ValueError(f"{name} needs Ray 2.60 or newer, and this is Ray {version('ray')}; leave it out")
-        return self
 
 
 class CheckpointSettings(SettingsModel):

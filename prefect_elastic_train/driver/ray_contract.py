@@ -1,6 +1,6 @@
-"""What this package needs of Ray's internals, which Ray may change in any minor version.
+"""The names and signatures of Ray's internals that this package needs. Ray may change them in any minor version.
 
-Tested versions have it. The driver checks a version that this package was not tested with before it trains.
+The driver compares them with the installed Ray before it trains, if that is not a tested version.
 """
 
 import ast
@@ -16,12 +16,13 @@ from prefect_elastic_train.core.version import untested_ray
 
 _PACKAGE = Path(__file__).parents[1]
 _EXECUTION = "ray.train.v2._internal.execution"
+_COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:_AutoscalingCoordinatorActor"
 #: Private attributes of Ray's classes and modules that this package calls, reads, sets or overrides, and the names that
 #: it replaces, by owner.
 ATTRIBUTES = {
     "ray": "_private",
     "ray.actor": "ActorClassID",
-    "ray._private.node:Node": "_node_id _ray_params _session_dir",
+    "ray._private.node:Node": "_node_id _ray_params _session_dir start_raylet",
     "ray._private.services": "start_api_server",
     "ray._private.state:state": "_connect_and_get_accessor",
     "ray._private.worker:Worker": "get_accelerator_ids_for_accelerator_resource",
@@ -29,7 +30,6 @@ ATTRIBUTES = {
     "ray.train.v2._internal.callbacks.preemption_callback": "PreemptionWatcher",
     "ray.train.v2.api.data_parallel_trainer": "TrainController get_env_vars_to_propagate",
     "ray.dashboard.modules.dashboard_sdk:SubmissionClient": "_do_request _upload_package_if_needed",
-    "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:_AutoscalingCoordinatorActor": "_tick",
     "ray.train:ScalingConfig": "_resources_per_worker_not_none",
     "ray.train:Checkpoint": "_get_temporary_checkpoint_dir",
     f"{_EXECUTION}.checkpoint.checkpoint_manager:CheckpointManager": (
@@ -40,7 +40,7 @@ ATTRIBUTES = {
     f"{_EXECUTION}.context:TrainContext": "_sync_checkpoint_dir_name_across_ranks",
     f"{_EXECUTION}.controller:TrainController": (
         "_health_check_interval_s _make_and_handle_scaling_decision_for_non_running_worker_group _poll_workers "
-        "_run_config _shutdown_worker_group _worker_group"
+        "_relax_collectives_during_preemption _run_config _shutdown_worker_group _worker_group"
     ),
     f"{_EXECUTION}.controller.controller": "CheckpointManager",
     f"{_EXECUTION}.controller.state:TrainControllerState": "_state_type",
@@ -61,13 +61,20 @@ ATTRIBUTES = {
 }
 
 
-#: Parameters of the functions of Ray that this package calls or replaces without a subclass.
+#: Parameters of the functions of Ray that this package calls or replaces without a subclass. Those of the coordinator
+#: are since Ray 2.60.
 PARAMETERS = {
+    f"{_COORDINATOR}.get_reserved_resources": "self requester_id recompute",
     f"{_EXECUTION}.context:TrainContext._sync_checkpoint_dir_name_across_ranks": "self checkpoint_dir_name",
+    f"{_EXECUTION}.preemption:PreemptionWatcher._on_drain_change": "self drained",
     f"{_EXECUTION}.scaling_policy.autoscaling_coordinator_client:TrainAutoscalingCoordinatorClient.__init__": (
         "self requester_id"
     ),
     f"{_EXECUTION}.storage:StorageContext.make_default_checkpoint_dir_name": "",
+    "ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request": "self method endpoint data json_data kwargs",
+    "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer._initialize_and_run_controller": (
+        "self controller_init_kwargs"
+    ),
 }
 
 
@@ -78,7 +85,12 @@ def check_ray() -> None:
         AttemptFailedError: Ray lacks a name, or a method has other parameters.
     """
     untested = untested_ray()
-    differences = list(find_differences()) if untested else []
+    if not untested:
+        return
+    try:
+        differences = list(find_differences())
+    except Exception as error:  # noqa: BLE001 - a name that is used while a module of this package is imported
+        differences = [f"{type(error).__name__}: {error}"]
     if differences:
         raise AttemptFailedError(
             f"{untested}, and cannot run with that: {'; '.join(differences)}. Install a tested version of Ray, or a "
@@ -87,9 +99,9 @@ def check_ray() -> None:
 
 
 def find_differences() -> Iterator[str]:
-    """Yield each name that this package uses and Ray lacks. If there is none, each method with other parameters."""
-    lacks = [*_missing_imports(), *_missing_attributes()]
-    yield from lacks or [*_changed_functions(), *_changed_methods()]
+    """Yield the names that Ray lacks. If there are none, yield the functions with other parameters."""
+    missing = [*_missing_imports(), *_missing_attributes()]
+    yield from missing or [*_changed_functions(), *_changed_methods()]
 
 
 def _missing_imports() -> Iterator[str]:
@@ -109,7 +121,7 @@ def _has(module: str, name: str) -> bool:
         importlib.import_module(module)
         pkgutil.resolve_name(f"{module}.{name}")
     except ModuleNotFoundError as error:
-        return not str(error.name).startswith("ray")  # such as JAX, which not everybody has
+        return not str(error.name).startswith("ray")  # JAX is not installed
     except (ImportError, AttributeError):
         return False
     return True
@@ -136,11 +148,11 @@ def _changed_functions() -> Iterator[str]:
 
 
 def _changed_methods() -> Iterator[str]:
-    for room in ("controller", "driver", "worker"):
-        for file in (_PACKAGE / room).glob("[a-z]*.py"):
+    for folder in ("controller", "driver", "worker"):
+        for file in (_PACKAGE / folder).glob("[a-z]*.py"):
             try:
-                module = importlib.import_module(f"{_PACKAGE.name}.{room}.{file.stem}")
-            except ModuleNotFoundError:  # of JAX: Ray has all that is imported from it
+                module = importlib.import_module(f"{_PACKAGE.name}.{folder}.{file.stem}")
+            except ModuleNotFoundError:  # JAX is not installed
                 continue
             for owner in vars(module).values():
                 if inspect.isclass(owner) and owner.__module__ == module.__name__:
@@ -149,13 +161,19 @@ def _changed_methods() -> Iterator[str]:
 
 def _changed_methods_of(owner: type) -> Iterator[str]:
     bases = [base for base in owner.__mro__ if base.__module__.startswith("ray.")]
-    for name, method in vars(owner).items():
+    for name in vars(owner):
+        method = getattr(owner, name)  # a function also if it is a static method
         if not bases or name.startswith("__") or not inspect.isfunction(method):
             continue
         base = next((base for base in bases if name in vars(base)), None)
-        if base is None and name.startswith(("before_", "after_", "on_")):
-            yield f"Ray calls no {name} ({owner.__name__})"
-        if base is not None and inspect.isfunction(vars(base)[name]):
-            actual = list(inspect.signature(vars(base)[name]).parameters)
+        if base is None:
+            if name.startswith(("before_", "after_", "on_")):
+                yield f"Ray calls no {name} ({owner.__name__})"
+            continue
+        theirs = getattr(base, name)
+        if inspect.isfunction(theirs):
+            actual = list(inspect.signature(theirs).parameters)
             if list(inspect.signature(method).parameters) != actual:
                 yield f"{base.__name__}.{name} takes ({' '.join(actual)})"
+            if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(theirs):
+                yield f"{base.__name__}.{name} is a coroutine in one of them"

@@ -7,6 +7,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.payload import Payload, dump_payload
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
+from prefect_elastic_train.core.version import ray_minor
 from prefect_elastic_train.driver.user_code import check_loop
 from prefect_elastic_train.report.run_report import TOTALS
 from prefect_elastic_train.runs import fingerprints
@@ -156,7 +158,17 @@ def pickle_payload(payload: Payload) -> bytes:
 
 
 def driver_spec(request: RunRequest, blocks: Blocks) -> DriverSpec:
-    """Return the spec of a driver: the run request and the current values of the blocks."""
+    """Return the spec of a driver: the run request and the current values of the blocks.
+
+    Raises:
+        ConfigurationError: A block has a setting that the installed Ray does not support.
+    """
+    for name in ("preemption_grace_seconds", "relax_collectives_on_preemption"):
+        if getattr(blocks.failures, name) and ray_minor() < (2, 60):
+            raise ConfigurationError(
+                f"{name} of FailureBudget needs Ray 2.60 or newer, and {version('ray')} is installed; reset it to its "
+                "default, or upgrade Ray"
+            )
     return DriverSpec(
         request,
         **{argument: block.plain() for argument, block in blocks._asdict().items()},

@@ -24,7 +24,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import SCHEMA_VERSION, Heartbeat, RunRecord, encode
+from prefect_elastic_train.core.records import OLDEST_SCHEMA_VERSION, SCHEMA_VERSION, Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
@@ -251,7 +251,7 @@ def test_a_run_that_may_not_be_read_or_is_of_another_version_stays_and_does_not_
 ) -> None:
     _trained(storage, "mine")
     secret, old, new = (_trained(storage, name) for name in ("secret", "old", "new"))
-    for store, schema in ((old, SCHEMA_VERSION - 1), (new, SCHEMA_VERSION + 1)):
+    for store, schema in ((old, OLDEST_SCHEMA_VERSION - 1), (new, SCHEMA_VERSION + 1)):
         record = json.loads(store.read(layout.attempt_name(1))) | {"schema_version": schema}
         store.replace(layout.attempt_name(1), json.dumps(record).encode())
     before = _everything(storage)

@@ -364,7 +364,7 @@ def test_the_policy_reserves_under_the_runs_own_id_and_sees_a_new_node_at_once(
     coordinators = scaling_policy.rays.autoscaling_coordinator_client
     monkeypatch.setattr(coordinators, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
     nodes: list[dict[str, Any]] = []
-    coordinator = ray_compatibility.COORDINATOR(lambda: 0.0, lambda *_, **__: None, lambda: nodes)
+    coordinator = ray_compatibility._AutoscalingCoordinatorActor(lambda: 0.0, lambda *_, **__: None, lambda: nodes)
     client = coordinators.TrainAutoscalingCoordinatorClient
     monkeypatch.setattr(client, "_autoscaling_coordinator", _InThisProcess(coordinator))
     monkeypatch.setattr(ray_compatibility.ray, "get", lambda answer, timeout: answer)

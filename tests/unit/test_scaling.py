@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import ray
 from pydantic import ValidationError
-from ray._private.accelerators.tpu import RAY_TPU_RESOURCE_PER_CHIP_ENV_VAR, VALID_TPU_TOPOLOGY, TPUAcceleratorManager
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, TPUAcceleratorManager
 from ray.train.v2._internal.util import bundle_to_remote_args
-from ray.util.tpu import get_tpu_num_slices_for_workers
+from ray.util.tpu import get_tpu_num_slices_for_workers, get_tpu_version_from_type
 
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.tpu_slices import SliceShape, slice_shape
@@ -80,13 +80,14 @@ def test_every_slice_that_ray_can_reserve_is_taken() -> None:
             slices = get_tpu_num_slices_for_workers(topology, config.accelerator_type, config.max_workers, resources)
             assert slices == 3
             # What Ray checks, late, when it reserves a slice; and the label by which it finds one.
-            assert TPUAcceleratorManager.is_valid_tpu_accelerator_topology(shape.accelerator_type, shape.topology)
+            generation = get_tpu_version_from_type(shape.accelerator_type)
+            assert TPUAcceleratorManager.is_valid_tpu_accelerator_topology(generation, shape.topology)
             assert TPUAcceleratorManager.is_valid_tpu_accelerator_type(shape.pod_type)
 
 
 def test_the_shape_of_a_slice_is_what_ray_says_and_its_nodes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slice_shape("4x4", "TPU-V6E", {}) == SliceShape("4x4", "TPU-V6E", "v6e-16", 16, 4, 4)
     assert slice_shape("2x4", "v6e", {"CPU": 1, "TPU": 4}) == SliceShape("2x4", "TPU-V6E", "v6e-8", 8, 2, 4)
-    monkeypatch.setenv(RAY_TPU_RESOURCE_PER_CHIP_ENV_VAR, "2")
+    monkeypatch.setenv("RAY_TPU_RESOURCE_PER_CHIP", "2")
     assert slice_shape("2x2x2", "TPU-V7X", {}) == SliceShape("2x2x2", "TPU-V7X", "v7x-16", 16, 2, 8)
     assert slice_shape("2x2x2", "TPU-V7X", {"TPU": 1}).workers == 16

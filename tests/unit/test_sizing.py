@@ -72,13 +72,14 @@ def test_only_nodes_with_the_wanted_labels_count(selector: str, fitting: int) ->
         ("a a b", "PACK", 3),
         ("a b b", "PACK", 2),  # as many as find room from the first on
         ("c a a", "PACK", 0),
+        ("* * b", "PACK", 3),  # those that may be anywhere leave the only node of another
         ("a a b", "STRICT_SPREAD", 1),
         ("a a b", "STRICT_PACK", 2),
     ],
 )
 def test_each_worker_counts_on_nodes_with_its_own_labels(pools: str, strategy: str, fitting: int) -> None:
-    nodes = [node("a", 2, 2, pool="a"), node("b", 1, 2, pool="b")]
-    selectors = [{"pool": pool} for pool in pools.split()]
+    nodes = [node("b", 1, 2, pool="b"), node("a", 2, 2, pool="a")]
+    selectors = [{"pool": pool} if pool != "*" else {} for pool in pools.split()]
     config = SimpleNamespace(
         _resources_per_worker_not_none={"GPU": 1.0},
         topology=None,
