@@ -1,4 +1,4 @@
-"""What differs between the minor versions of Ray that this package runs with.
+"""Differences between the minor versions of Ray that this package runs with.
 
 Uses ``ray.data._internal`` and ``ray.train.v2._internal``, since Ray's coordinator has no public interface.
 """

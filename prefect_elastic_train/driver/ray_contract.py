@@ -130,13 +130,13 @@ def _has(module: str, name: str) -> bool:
 def _missing_attributes() -> Iterator[str]:
     for owner, names in ATTRIBUTES.items():
         try:
-            found = pkgutil.resolve_name(owner)
-            source = inspect.getsource(importlib.import_module(getattr(found, "__module__", "ray")))
+            resolved = pkgutil.resolve_name(owner)
+            source = inspect.getsource(importlib.import_module(getattr(resolved, "__module__", "ray")))
         except (ImportError, AttributeError):
             yield f"there is no {owner}"
             continue
         for name in names.split():
-            if not hasattr(found, name) and not re.search(rf"self\.{name}\b\s*[:=]", source):
+            if not hasattr(resolved, name) and not re.search(rf"self\.{name}\b\s*[:=]", source):
                 yield f"{owner} has no {name}"
 
 
