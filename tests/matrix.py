@@ -115,6 +115,7 @@ def _write_row(cells: list[str]) -> None:
     heads = ["combination", "Python", *SHOWN, "unit", "contract", "demo", *FAULTS, "upgrade", "date"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [rows[each.name] for each in COMBINATIONS if each.name in rows]
+    before = before.replace(" No row has been recorded yet.", "")
     PAGE.write_text("\n".join([before + _BEGIN, *lines, _END + after]))
 
 
