@@ -86,11 +86,11 @@ def possible_workers(
         room = {node: min(count, 1) for node, count in room.items()}
     chosen = [[node] for node in nodes] if demand.strategy == "STRICT_PACK" else [nodes]
     if demand.labels_by_worker:
-        return min(most, max((_place_in_order(each, room, demand.labels_by_worker) for each in chosen), default=0))
+        return min(most, max((_count_placed(each, room, demand.labels_by_worker) for each in chosen), default=0))
     return min(most, max((sum(room[node.id] for node in each) for each in chosen), default=0))
 
 
-def _place_in_order(
+def _count_placed(
     nodes: Collection[Node], room: Mapping[str, int], labels_by_worker: Sequence[Mapping[str, str]]
 ) -> int:
     """Return the number of workers that find room, each on a node that satisfies its label selector.
