@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 _WEIGHTS = {
     "guide/": 1.2,
     "reference/python": 0.6,
+    "reference/outcomes": 0.6,
     "architecture": 0.4,
     "benchmarks": 0.4,
     "decisions": 0.4,
@@ -107,6 +108,11 @@ def on_config(config: Any) -> Any:
     config.mdx_configs["toc"]["slugify"] = _anchors
     config.markdown_extensions.append(LinksOutExtension())
     return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let the long names in tables break at their underscores."""
+    return re.sub(r"(?s)<td>.*?</td>", lambda cell: re.sub(r"_(?=[^<>]*</code>)", "_<wbr>", cell[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

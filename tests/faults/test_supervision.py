@@ -252,7 +252,7 @@ def test_cancel_of_a_subflow_alone_ends_its_training_and_is_an_error_where_it_wa
     _cancel(client, str(subflow.id))
     outcome = trained.flow.wait(60)
     assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cancelled")
-    assert _state(client, str(subflow.id)).is_final()
+    assert _state(client, str(subflow.id)).name == "Failed"
 
 
 @pytest.mark.parametrize(
