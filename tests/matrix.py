@@ -82,7 +82,7 @@ COMBINATIONS = [
     _ray("2.59.0", "3.9.1", "ray-2.58.1-prefect-3.9.1"),
     _ray("2.60.0", "3.8.8"),
     _ray("2.60.0", "3.9.1", "ray-2.59.0-prefect-3.9.1"),
-    Combination("oldest-frameworks", ("torch==2.9.*", "jax==0.6.*", "jaxlib==0.6.*")),
+    Combination("oldest-frameworks", ("torch==2.9.*", "jax==0.7.1", "jaxlib==0.7.1")),
     Combination("newest-frameworks", ("torch>=2.15", "jax>=0.10.2")),
     Combination("python-3.10", python="3.10"),
     Combination("python-3.12", python="3.12"),

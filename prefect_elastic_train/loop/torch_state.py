@@ -1,7 +1,7 @@
 """The state of a torch loop in a checkpoint: each rank writes its shards, and any number of ranks reads them.
 
 Uses the private modules ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``. Tested with
-torch 2.11 and 2.13.
+torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class TorchState(State):
         current = self._state_dict()
         metadata = dcp.FileSystemReader(directory).read_metadata()
         with_state = {path[:3] for path in metadata.planner_data.values()}
-        for name in self._optimizers:  # a parameter that had no gradient yet has no state
-            states = current[name]["state"].items()
-            current[name]["state"] = {key: state for key, state in states if (name, "state", key) in with_state}
+        created = {name: current[name]["state"] for name in self._optimizers}
+        for name, states in created.items():  # a parameter that had no gradient yet has no state
+            current[name]["state"] = {key: states[key] for key in states if (name, "state", key) in with_state}
         parts = current if only_these else None
         StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, parts)
         dcp.load(current, checkpoint_id=directory, process_group=self._group)
@@ -142,6 +142,7 @@ class TorchState(State):
             sharded.set_model_state_dict(module, current[name])
         for name, (module, optimizer) in self._optimizers.items():
             names = set(current[name]["state"])
+            current[name]["state"] = created[name] | current[name]["state"]  # before torch 2.11, all are required
             sharded.set_optimizer_state_dict(module, optimizer, current[name], options=_LENIENT)
             for parameter_name, parameter in module.named_parameters():
                 if not sharded._get_fqns(module, parameter_name) & names:

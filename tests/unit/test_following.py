@@ -136,12 +136,12 @@ def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor,
 @pytest.mark.parametrize("chatter", ["time.sleep(60)", "while True: print('epoch', flush=True); time.sleep(0.01)"])
 def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
     alive = ev.ControllerAlive(doing="SCHEDULING", seconds=1)
-    code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.2)\n    {_say(alive)}" + chatter
-    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=1, stop_grace_seconds=0.1)
+    code = _say(STARTED) + f"for _ in range(9):\n    time.sleep(0.4)\n    {_say(alive)}" + chatter
+    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=3, stop_grace_seconds=0.1)
     ended = supervisor.follow(code)
     assert ended.outcome is Outcome.DRIVER_LOST
-    assert "no heartbeat for 1 s, last SCHEDULING" in ended.message
-    assert supervisor.events == [STARTED, *[alive] * 6], "heartbeats have kept it"
+    assert "no heartbeat for 3 s, last SCHEDULING" in ended.message
+    assert supervisor.events == [STARTED, *[alive] * 9], "heartbeats have kept it"
 
 
 def test_a_driver_whose_signs_of_life_lie_unread_since_its_supervisor_stood_still_is_left_alone(
