@@ -152,6 +152,7 @@ def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(
 
 
 def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: False)  # other tests of this process may have used one
     assert fork_server._id_of_child() != b""
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
     assert fork_server._id_of_child() == b""
