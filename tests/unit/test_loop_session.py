@@ -431,7 +431,10 @@ def test_a_jax_state_is_put_back_without_a_word_and_one_of_another_model_is_refu
     ones = pytest.importorskip("jax.numpy").ones
     state = loop.JaxState(params={"inner": ones((3, 4))})
     with caplog.at_level("INFO"):  # as Ray Train has it in a worker
-        loop.JaxState(params={"inner": 3 * ones((3, 4))}, count=7).stage(str(tmp_path))()
+        write = loop.JaxState(params={"inner": 3 * ones((3, 4))}, count=7).stage(str(tmp_path))
+        writer = threading.Thread(target=write)  # as Ray Train does
+        writer.start()
+        writer.join()
         state.read(tmp_path, only_these=True)
     assert caplog.messages == [], "Orbax says what nobody needs"
     assert (state.params["inner"] == 3).all()

@@ -172,6 +172,7 @@ def test_a_new_driver_knows_what_was_before_and_reads_the_newest_of_it(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_relay, "_SUMMARY_EVENTS", 40)
+    monkeypatch.setattr(event_relay, "_DETAILS_SECONDS", 3600)  # not while the folder is deleted
     requests = []
     counting = SteppedStore(store.path, requests.append)
     for attempt in range(1, 11):  # of which the first trains for long
