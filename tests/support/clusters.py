@@ -133,8 +133,8 @@ class ElasticCluster(_Cluster):
     """A head without resources for workers, and nodes that are added, drained and removed."""
 
     def __init__(self, *import_path: Path) -> None:
-        # A killed node is noticed in two seconds.
-        health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+        # A killed node is noticed in four seconds, and a busy one is not taken for dead.
+        health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "8"}
         path = os.pathsep.join(map(str, (*import_path, ROOT)))
         super().__init__(PYTHONPATH=path, JAX_PLATFORMS="cpu", **health)
         # Forked workers are there sooner than booted ones, which leaves the processors to what is tested.
