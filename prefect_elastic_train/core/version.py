@@ -14,7 +14,7 @@ try:
 except PackageNotFoundError:
     __version__ = UNKNOWN
 
-#: Minor versions of Ray that have all names in use: docs/compatibility.md.
+#: Minor versions of Ray that `make matrix` has passed with.
 TESTED_RAY = ("2.58", "2.59", "2.60")
 
 

@@ -1,7 +1,7 @@
 """The state of a torch loop in a checkpoint: each rank writes its shards, and any number of ranks reads them.
 
 Uses the private modules ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``. Tested with
-torch 2.9 to 2.15.
+torch 2.9, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class TorchState(State):
             sharded.set_model_state_dict(module, current[name])
         for name, (module, optimizer) in self._optimizers.items():
             names = set(current[name]["state"])
-            current[name]["state"] = created[name] | current[name]["state"]  # before torch 2.11, all are required
+            current[name]["state"] = created[name] | current[name]["state"]  # torch 2.9 requires all of them
             sharded.set_optimizer_state_dict(module, optimizer, current[name], options=_LENIENT)
             for parameter_name, parameter in module.named_parameters():
                 if not sharded._get_fqns(module, parameter_name) & names:
