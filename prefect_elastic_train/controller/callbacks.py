@@ -87,7 +87,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def __init__(self, state: ControllerState) -> None:
         context = state.settings.context
-        self.hooks = WorkerHooks(context)
+        self.hooks = WorkerHooks(context, state.settings.recovery_memory_fraction > 0)
         self._state = state
         self._store = state.settings.store
         self._attempt = context.attempt
@@ -120,7 +120,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                     new_size=resize_decision.num_workers,
                     reason=resize_decision.reason,
                     waited_seconds=resize_decision.waited_seconds,
-                    reports_lost=self._reports_since_checkpoint,
+                    reports_lost=0 if resize_decision.reason == "memory" else self._reports_since_checkpoint,
                 )
             )
 
@@ -146,7 +146,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 causes=causes_of(failures),
                 retried=failure_decision is FailureDecision.RETRY,
                 gives_up=permanent_reason(failures.values()) or "the budget is exhausted",
-                reports_lost=self._reports_since_checkpoint,
+                reports_lost=0 if state.keepers.are_used else self._reports_since_checkpoint,
+                in_memory=state.keepers.are_used,
                 left=state.failures_left,
             )
         )
@@ -161,6 +162,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state = self._state
         state.mark_phase("decision")
         self.hooks.begin_group(state.settings.context.failures + state.group_failures)
+        commits.check_fence(self._store, self._attempt)
+        self.hooks.restored_states = state.keepers.newest_states(state.commits.newest or state.commits.newest_commit())
         removed = commits.remove_leftovers(self._store, self._attempt)
         commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must not be aborted
         self._store.abort_uploads()
@@ -180,14 +183,21 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.checkpoint = newest.checkpoint if newest else ""
         # The counters of another run, from which this one was started, are not comparable.
         metrics = newest.latest["metrics"] if newest and newest.id != SEED_COMMIT else {}
-        state.loops.begin_group(self._workers, loop_name(state.checkpoint), metrics)
+        restored = self.hooks.restored_states
+        state.loops.begin_group(self._workers, "" if restored else loop_name(state.checkpoint), metrics)
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in self._workers
         }
         state.mark_phase("process group")
         state.publish(
-            ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=state.checkpoint, ranks=ranks, parts=state.phases)
+            ev.WorkerGroupStarted(
+                world_size=len(ranks),
+                checkpoint=state.checkpoint,
+                restored_step=restored[0][0].identity.step if restored else 0,
+                ranks=ranks,
+                parts=state.phases,
+            )
         )
 
     @_suppress_errors
@@ -251,13 +261,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.commit_count += 1
         self._reports_since_checkpoint = 0
         state.budget.commit()
+        if state.commit_count == 1:
+            state.keepers.free_before(self._attempt, self.hooks.group)
         size_bytes = sum(newest.manifest.get(newest.checkpoint, {}).values())
         state.publish(
             ev.CheckpointCommitted(
                 checkpoint=newest.checkpoint, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size
             )
         )
-        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS)
+        step = rank_zero.get("step", 0)
+        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, step)
         waits = (report.waits for report in reports.values())
         self._publish_waits("ranks", max(waits, key=lambda waited: waited.seconds, default=Waits()))
         stalled = round(max((report.stalled for report in reports.values()), default=0.0), 2)

@@ -61,7 +61,7 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         others["failure_policy"] = RunFailurePolicy(run_config.failure_config, state)
         super().__init__(
             train_run_context=train_run_context,
-            callbacks=[*callbacks, callback, callback.hooks, state.standbys],
+            callbacks=[*callbacks, callback, callback.hooks, state.standbys, state.keepers],
             **others,
         )
         self._longest_interval = self._health_check_interval_s

@@ -11,6 +11,7 @@ from prefect_elastic_train.storage.store import RunStore
 
 from .budget import FailureWindow
 from .event_queue import EventSender, ReceiverAddress
+from .keepers import Keepers
 from .loop_watch import LoopWatch
 from .standby import Standbys
 
@@ -27,6 +28,7 @@ class ControllerSettings:
         scaling, failures: The settings of the blocks for scaling and for failures.
         requester_id: The id for reservations with Ray's coordinator; empty for none, on a cluster without other users.
         standby: ``"off"``, ``"auto"`` (as memory allows) or ``"on"``.
+        recovery_memory_fraction: Largest share of a node's memory for recovery points.
     """
 
     receiver: ReceiverAddress
@@ -37,6 +39,7 @@ class ControllerSettings:
     failures: FailureSettings
     requester_id: str
     standby: str
+    recovery_memory_fraction: float
 
 
 class ControllerState:
@@ -48,6 +51,7 @@ class ControllerState:
         loops: The checks of the train loops.
         commits: The writer of commits.
         standbys: The standby workers.
+        keepers: The keepers of recovery points.
         phases: Seconds that each phase of the start of a worker group took.
         failures: Errors of the ranks in the last poll or start of a worker group, for the failure decision that
             follows.
@@ -75,6 +79,7 @@ class ControllerState:
         self.commits = CommitLog(settings.store, settings.context.attempt)
         self.commits.trained_seconds = self.budget.trained_seconds
         self.standbys = Standbys(settings.framework, settings.standby, self.publish)
+        self.keepers = Keepers(settings.context.run_id, settings.recovery_memory_fraction)
         self.begin_startup()
         self.failures: dict[int, Exception] = {}
         self.assumed_nodes: set[str] = set()

@@ -19,6 +19,8 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
       ranks see a broken connection first. A loop with an error of its own raises it again after the restart.
     - A storage that refuses permanently and a loop that ignores its checkpoint end the training at once: both would do
       so again.
+    - A worker group that restores a recovery point and fails before its first step does not count: after some, the
+      checkpoint is restored.
     - A failure stops counting once enough training after it has been committed.
     """
 
@@ -39,6 +41,8 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         state.failures = state.failures or failures
         if permanent_reason(failures.values()):
             return FailureDecision.RAISE
+        if state.keepers.restored_point and not state.loops.has_stepped:
+            return FailureDecision.RETRY
         counting = state.budget.record_failure(state.is_preempted)
         config = self.failure_config
         limit = config.max_preemption_failures if state.is_preempted else config.max_failures

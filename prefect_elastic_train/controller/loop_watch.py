@@ -41,11 +41,13 @@ class LoopWatch:
     Attributes:
         ignored: True if the current worker group's loop has ignored its checkpoint.
         step: Optimizer steps of the current worker group's session at the last poll; 0 without a session.
+        has_stepped: True once all ranks of the session have begun their first step.
         most_workers: Number of workers for which a step of the session has samples; ``sys.maxsize`` if unknown.
     """
 
     step = 0
     most_workers = sys.maxsize
+    has_stepped = False
     _has_saved = False
 
     def __init__(self, settings: FailureSettings, publish: Callable[[Event], None]) -> None:
@@ -70,7 +72,7 @@ class LoopWatch:
         self._reports = 0
         self.ignored = False
         self.step = 0
-        self._has_stepped = False
+        self.has_stepped = False
         self._has_warned_of_wait = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
         self._waiting_since: dict[int, float] = {}
@@ -121,8 +123,8 @@ class LoopWatch:
     def _update_step(self, statuses: Sequence[Any]) -> None:
         """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
         positions: list[Position] = [status.position for status in statuses if getattr(status, "position", None)]
-        if positions and len(positions) == len(statuses) and not self._has_stepped:
-            self._has_stepped = True
+        if positions and len(positions) == len(statuses) and not self.has_stepped:
+            self.has_stepped = True
             self.step = positions[0].began_from
             self.most_workers = positions[0].most_workers
             age = min(position.age for position in positions)

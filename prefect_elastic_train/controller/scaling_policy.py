@@ -86,7 +86,7 @@ class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
     """Ray Train's resize decision for a growth of a healthy worker group.
 
     Attributes:
-        reason: ``"commit"`` or ``"patience"``: the reason to carry out the growth now.
+        reason: ``"commit"``, ``"memory"`` or ``"patience"``: the reason to carry out the growth now.
         waited_seconds: Seconds for which the growth waited.
     """
 
@@ -192,7 +192,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> rays.ScalingDecision:
-        """Decide if a healthy worker group grows now: after a commit, or when the growth has waited long enough.
+        """Decide if a healthy worker group grows now: once its state is committed or held in memory, or after a wait.
 
         A healthy worker group never shrinks.
         """
@@ -208,8 +208,11 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not self._growth_planned_at:
             self._commit_count = state.commit_count  # the ranks did not wait at that commit
         committed = state.commit_count > self._commit_count
-        is_due = committed or now >= self._next_check
-        if not is_due or not all(status.running for status in worker_group_status.worker_statuses.values()):
+        statuses = worker_group_status.worker_statuses.values()
+        positions = [getattr(status, "position", None) for status in statuses]
+        held = bool(self._growth_planned_at) and all(rank and rank.held_for == self._growths for rank in positions)
+        is_due = committed or held or now >= self._next_check
+        if not is_due or not all(status.running for status in statuses):
             return rays.NoopDecision()
         self._next_check = now + self._settings.resize_check_interval_seconds
         capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
@@ -224,10 +227,11 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         waited = now - self._growth_planned_at
         # Without any checkpoint, a growth would lose all work.
         has_waited = bool(state.checkpoint) and 0 < self._settings.resize_patience_seconds <= waited
-        if not target or not (committed or has_waited):
+        if not target or not (committed or held or has_waited):
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
-        return GrowthDecision(target, self._demand.resources, "commit" if committed else "patience", waited)
+        reason = "memory" if held else "patience"
+        return GrowthDecision(target, self._demand.resources, "commit" if committed else reason, waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
         """Publish a wait for capacity, at intervals. Raise CapacityTimeoutError once it has lasted too long."""

@@ -7,9 +7,11 @@ from typing import Any
 import ray
 
 
-def query_workers(workers: Sequence[Any], function: Callable[[], Any], timeout_seconds: float = 5.0) -> dict[int, Any]:
+def query_workers(
+    workers: Sequence[Any], function: Callable[..., Any], timeout_seconds: float = 5.0, *arguments: Any
+) -> dict[int, Any]:
     """Run a function in each worker, and return the results by rank; a rank that failed or was too late is missing."""
-    ranks = {worker.execute_async(function): rank for rank, worker in enumerate(workers)}
+    ranks = {worker.execute_async(function, *arguments): rank for rank, worker in enumerate(workers)}
     ready, _ = ray.wait([*ranks], num_returns=len(ranks), timeout=timeout_seconds)
     results = {}
     for reference in ready:

@@ -100,12 +100,14 @@ class WaitingForCapacity(Event):
 class WorkerGroupStarted(Event):
     """A worker group starts the loop.
 
-    ``ranks`` maps ``<node address>:<process id>`` of a worker to its rank. ``parts`` has the seconds of each phase of
-    the worker group's start, in order, from the start of the controller or its decision to restart the workers.
+    It continues from ``checkpoint``, or from the later ``restored_step`` (0: none), which is in memory. ``ranks`` maps
+    ``<node address>:<process id>`` of a worker to its rank. ``parts`` has the seconds of each phase of the worker
+    group's start, in order, from the start of the controller or its decision to restart the workers.
     """
 
     world_size: int
     checkpoint: str = ""
+    restored_step: int = 0
     ranks: dict[str, int] = {}
     parts: dict[str, float] = {}
 
@@ -139,7 +141,10 @@ class StandbysParked(Event):
 
 
 class WorkerGroupResized(Event):
-    """A healthy group is stopped to change its size: by a ``"commit"``, or by ``"patience"`` if none came in time."""
+    """A healthy group is stopped to change its size: by a ``"commit"``, by ``"memory"`` or by ``"patience"``.
+
+    ``"memory"``: all ranks hold their state in a recovery point. ``"patience"``: neither came in time.
+    """
 
     old_size: int
     new_size: int
@@ -158,6 +163,8 @@ class GroupFailed(Event):
     gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are repeated.
     reports_lost: int = 0
+    #: True if the session makes recovery points.
+    in_memory: bool = False
     #: Further failures of this kind that the budget allows; None: not limited.
     left: int | None = None
 

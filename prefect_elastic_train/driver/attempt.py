@@ -59,6 +59,8 @@ class Attempt:
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._started_at = started_at
+        self._run_id = ""
+        self._is_retried = False
         self._storage = Storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
         self.recorder = EventRecorder(output, details, self.store, spec)
@@ -97,6 +99,7 @@ class Attempt:
         if isinstance(begun, EndedRecord):
             return begun
         recorder.attempt = begun.attempt
+        self._run_id = begun.run_id
         limited = self.store.with_retry_limit(HEARTBEAT_SECONDS)
         # The signal ends fit(), as the supervisor's does.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
@@ -177,6 +180,7 @@ class Attempt:
                 logger.warning("could not record the end of attempt %d: %s", recorder.attempt, error)
         recorder.emit(ended)
         recorder.close()
+        self._is_retried = ended.outcome.retryable and not ended.final
         if ended.outcome is Outcome.COMPLETED:
             # After the final event, which a storage that does not answer must not delay. Without this record,
             # resume_from='latest' does not find the run.
@@ -192,7 +196,7 @@ class Attempt:
         if ray is None or not ray.is_initialized():
             return
         if not self.spec.cluster.is_local:  # no other training uses a local cluster
-            _run_limited(self._release_reservation)
+            _run_limited(self._release_resources)
         if not stuck:
             _run_limited(ray.shutdown)
         if self.recorder.attempt:
@@ -310,12 +314,15 @@ class Attempt:
             self.spec.checkpoints.score_attribute,
         ).model_dump(mode="json")
 
-    def _release_reservation(self) -> None:
+    def _release_resources(self) -> None:
+        from prefect_elastic_train.controller.keepers import stop_keepers
         from prefect_elastic_train.controller.scaling_policy import release_reservation, requester_id
 
         # All attempts of a run have the same id, and a successor may use it by now.
         if newest_attempt_number(self.store) == self.recorder.attempt:
             release_reservation(requester_id(self.store))
+            if not self._is_retried:
+                stop_keepers(self._run_id)
 
     def _abandon_uploads(self) -> None:
         if newest_attempt_number(self.store) == self.recorder.attempt:

@@ -133,5 +133,6 @@ def make_trainer(
         failures=spec.failures,
         requester_id="" if spec.is_alone else requester_id(store),
         standby=standby_mode,
+        recovery_memory_fraction=spec.checkpoints.recovery_memory_fraction,
     )
     return trainer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from .state import ArrayState, StateMismatchError, restore_part
+from .recovery_points import ByteArray, RankState, RecoveryPointError
+from .state import ArrayState, StateMismatchError, bytes_of, restore_part
+
+_Bounds = tuple[tuple[int, int], ...]  # first and last index (exclusive) of a shard, for each dimension
 
 _FOLDER = "jax"  # folder of a checkpoint, with Orbax's files
 _flat = ocp.tree.to_flat_dict  # the leaves of a pytree by their paths, such as ("params", "inner")
@@ -62,6 +67,31 @@ class JaxState(ArrayState):
         writing = asyncio.run(_handler().async_save(folder, args=args))
         return lambda: [future.result() for future in writing].clear()
 
+    def capture(self) -> RankState:
+        """Return this process's shards: path, dtype, shape and bounds of each, and their bytes."""
+        description, arrays = [], []
+        for path, leaf in self._copies().items():
+            whole = [(_bounds((), np.shape(leaf)), leaf)]
+            shards = [
+                (_bounds(shard.index, leaf.shape), shard.data) for shard in getattr(leaf, "addressable_shards", ())
+            ]
+            for bounds, data in dict(shards or whole).items():
+                array = np.asarray(data)
+                description.append((path, array.dtype, np.shape(leaf), bounds))
+                arrays.append(bytes_of(array))
+        return description, arrays
+
+    def restore(self, states: list[RankState], own: int) -> None:
+        """Restore the attributes from the shards of any number of processes, into their current shardings."""
+        saved: dict[Any, _Leaf] = {}
+        for description, arrays in (states[own], *states):
+            for number, (path, dtype, shape, bounds) in enumerate(description):
+                shards = saved.setdefault(path, _Leaf(dtype, shape, {})).shards
+                shards.setdefault(bounds, partial(arrays.__getitem__, number))
+        current = self._copies()
+        _check(current, saved, None)
+        self._set_leaves(lambda path: saved[path].read(current[path]))
+
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Restore the attributes from a checkpoint that any number of processes has written.
 
@@ -70,7 +100,6 @@ class JaxState(ArrayState):
         folder = Path(directory, _FOLDER)
         if not folder.is_dir():
             raise StateMismatchError(f"{directory} has no folder {_FOLDER}: is it the checkpoint of another framework?")
-        leaves = _flat(vars(self))
         current = self._copies()
         with tempfile.TemporaryDirectory(prefix="loop-jax-") as merged:
             # Orbax's last step of saving merges the stores of the processes. It is done on links, since other
@@ -81,11 +110,14 @@ class JaxState(ArrayState):
             path = epath.Path(merged)
             handler.finalize(path)
             saved = _flat(handler.metadata(path).tree)
-            shown, shown_saved = ({".".join(path): tree[path] for path in tree} for tree in (current, saved))
-            StateMismatchError.check(shown, shown_saved, vars(self) if only_these else None)
+            _check(current, saved, vars(self) if only_these else None)
             args = _nested({name: _restore_args(current.get(name)) for name in saved})
             values = _flat(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
-        restored = {name: _restore_leaf(leaf, values[name]) for name, leaf in leaves.items()}
+        self._set_leaves(values.__getitem__)
+
+    def _set_leaves(self, value_of: Callable[[Any], Any]) -> None:
+        """Replace each leaf by its saved value, given its path."""
+        restored = {path: _restore_leaf(leaf, value_of(path)) for path, leaf in _flat(vars(self)).items()}
         vars(self).update(_nested(restored, target=vars(self)))
 
     def _copies(self) -> dict[Any, Any]:
@@ -104,6 +136,52 @@ class JaxState(ArrayState):
                     "give numbers, keys and arrays with elements"
                 )
         return {name: _data(leaf) for name, leaf in leaves.items()}
+
+
+@dataclass
+class _Leaf:
+    """A leaf of the pytrees in a recovery point. ``shards`` has functions that return the bytes within some bounds."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    shards: dict[_Bounds, Callable[[], ByteArray]]
+
+    def read(self, data: Any) -> Any:
+        """Return the leaf as a numpy array; as a JAX array if ``data``, the current one, is over several processes."""
+        dtype = _restored_dtype(data) or self.dtype
+        if isinstance(data, jax.Array) and not data.is_fully_addressable:
+            return jax.make_array_from_callback(self.shape, data.sharding, lambda index: self._at(index).astype(dtype))
+        return self._at(()).astype(dtype)
+
+    def _at(self, index: tuple[slice, ...]) -> Any:
+        wanted = _bounds(index, self.shape)
+        if wanted in self.shards:
+            return self._shard(wanted)
+        whole, known = np.empty(self.shape, self.dtype), 0
+        for bounds in self.shards:
+            shard = self._shard(bounds)
+            whole[tuple(slice(*bound) for bound in bounds)] = shard
+            known += shard.size
+        if known < whole.size:
+            raise RecoveryPointError(
+                "the sharding has changed since the recovery point: other processes have parts of it"
+            )
+        return whole[index]
+
+    def _shard(self, bounds: _Bounds) -> Any:
+        return self.shards[bounds]().view(self.dtype).reshape([stop - start for start, stop in bounds])
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Bounds:
+    """Return the bounds of an index into an array of a shape; an empty index means the whole array."""
+    slices = index or (slice(None),) * len(shape)
+    return tuple(part.indices(length)[:2] for part, length in zip(slices, shape, strict=True))
+
+
+def _check(current: Mapping[Any, Any], saved: Mapping[Any, Any], parts: Collection[str] | None) -> None:
+    """Raise a StateMismatchError if the leaves, given by their paths, differ."""
+    shown, shown_saved = ({".".join(path): tree[path] for path in tree} for tree in (current, saved))
+    StateMismatchError.check(shown, shown_saved, parts)
 
 
 def _handler() -> Any:
@@ -128,10 +206,15 @@ def _is_global(data: Any) -> bool:
 def _restore_args(data: Any) -> Any:
     """Return Orbax's arguments to restore an array like ``data``, the current one in the state."""
     # An array that is not committed to a device must stay so: else a jitted function rejects it beside others.
-    dtype = data.dtype if isinstance(data, jax.Array) and jax.dtypes.issubdtype(data.dtype, np.inexact) else None
+    dtype = _restored_dtype(data)
     if _is_global(data) and data.committed:
         return ocp.ArrayRestoreArgs(sharding=data.sharding, dtype=dtype)
     return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+
+
+def _restored_dtype(data: Any) -> Any:
+    """Return the dtype that an array like ``data`` is restored with; None: as it was saved."""
+    return data.dtype if isinstance(data, jax.Array) and jax.dtypes.issubdtype(data.dtype, np.inexact) else None
 
 
 def _restore_leaf(leaf: Any, value: Any) -> Any:

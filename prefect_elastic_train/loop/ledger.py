@@ -39,15 +39,22 @@ class Ledger:
     Attributes:
         total: Digest of the samples that this rank has loaded in this worker group before that checkpoint, and of this
             rank's share of the ledgers of the worker group before.
+        seen: The same, with the steps since that checkpoint.
     """
 
     def __init__(self) -> None:
-        self.total = combine([])
+        self.total = self.seen = combine([])
         self._steps = array("Q")  # digests one after the other, which takes less memory than an array for each
 
     def add(self, samples: Indices, step: int) -> None:
         """Record the indices of the samples that this rank has loaded in ``step``. Call it for each step, in order."""
-        self._steps.frombytes(digest(samples, step).tobytes())
+        added = digest(samples, step)
+        self._steps.frombytes(added.tobytes())
+        self.seen = combine([self.seen, added])
+
+    def continue_from(self, digests: Iterable[Digest]) -> None:
+        """Add the samples of the steps before the restored one, as ranks of the worker group before recorded them."""
+        self.total = self.seen = combine([self.seen, *digests])
 
     def flush(self, done: int) -> dict[str, Any]:
         """Return the ledger's arrays for a checkpoint after ``done`` steps, and start to record the steps after it.
@@ -58,6 +65,6 @@ class Ledger:
         """
         steps = np.array(self._steps, dtype=np.uint64).reshape(-1, 3)
         arrays = {"since": np.array(done - len(steps)), "total": self.total, "steps": steps}
-        self.total = combine([self.total, *steps])
+        self.total = self.seen
         self._steps = array("Q")
         return arrays

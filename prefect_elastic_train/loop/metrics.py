@@ -65,6 +65,11 @@ class StepMetrics:
         is_outer = name == self._score.partition("/")[0] and isinstance(value, Mapping | None)
         return name == self._score or is_outer
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle, for a recovery point: with numbers in place of tensors."""
+        values = {name: (float(total) if count else total, count) for name, (total, count) in self._values.items()}
+        return vars(self) | {"_values": values}
+
     def collect(self, step: int) -> dict[str, Any]:
         """Return the metrics to report for a step. Metrics that are added later belong to the next report.
 

@@ -93,6 +93,12 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
     return is_new, decision
 
 
+def announced_growth() -> int:
+    """Return the number of the growth of which the session was notified last; 0: it was a drain."""
+    kind, number = state.notified[True]
+    return number if kind == "growth" else 0
+
+
 def set_announced_growth(number: int) -> None:
     """Set the number of the growth that is announced to this worker; 0 withdraws it.
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .recovery_points import ByteArray, RankState
+
 
 class StateMismatchError(ValueError):
     """A checkpoint has other parts or shapes than the state it is read into, such as another version of the model."""
@@ -78,6 +80,24 @@ class State(Protocol):
             directory: Folder of the checkpoint, with files of all ranks of the worker group that wrote it. That group
                 may have had another number of workers.
         """
+
+    def capture(self) -> RankState:
+        """Return this rank's share of the loop's state, which the session copies for a recovery point in memory.
+
+        The session calls it on all ranks, but not for the same steps, so it must not communicate. There are recovery
+        points only if one class defines this method, :meth:`restore`, :meth:`stage` and :meth:`read`.
+        """
+        raise NotImplementedError
+
+    def restore(self, states: list[RankState], own: int) -> None:
+        """Restore the loop's state from a recovery point in memory. The session calls it on all ranks.
+
+        Args:
+            states: The values that :meth:`capture` returned: that of this rank if the number of ranks is the same, else
+                those of all ranks. Copy the arrays.
+            own: Index in ``states`` to use for values that several of them have.
+        """
+        raise NotImplementedError
 
 
 def random_state() -> str:
@@ -176,6 +196,21 @@ class ArrayState(State):
                 ) from None
         return copies
 
+    def capture(self) -> RankState:
+        """Return the parts of the state: names, dtypes and shapes, and their bytes."""
+        arrays = {name: _as_array(part) for name, part in vars(self).items()}
+        return [(name, array.dtype, array.shape) for name, array in arrays.items()], [*map(bytes_of, arrays.values())]
+
+    def restore(self, states: list[RankState], own: int) -> None:
+        """Restore the parts of the state from that of one rank."""
+        description, arrays = states[own]
+        saved = {
+            name: data.copy().view(dtype).reshape(shape)
+            for (name, dtype, shape), data in zip(description, arrays, strict=True)
+        }
+        StateMismatchError.check(vars(self), saved, None)
+        self._assign(saved)
+
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Restore the parts of the state from a checkpoint.
 
@@ -189,6 +224,9 @@ class ArrayState(State):
         with np.load(Path(directory, "arrays.npz")) as file:
             saved = dict(file)
         StateMismatchError.check(vars(self), saved, vars(self) if only_these else None)
+        self._assign(saved)
+
+    def _assign(self, saved: Mapping[str, Any]) -> None:
         for name, part in vars(self).items():
             vars(self)[name] = restore_part(part, saved[name])
 
@@ -198,13 +236,21 @@ def _copy(part: Any) -> Any:
 
     Raise TypeError or ValueError if the part cannot be restored exactly from the array.
     """
-    part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
-    copy = np.array(part)
+    copy = np.array(_as_array(part))
     is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # a dtype of another library, such as bfloat16
     is_cut = isinstance(part, str | bytes) and copy.item() != part  # numpy drops zeros at the end
     if is_foreign or is_cut or type(restore_part(part, copy)) is not type(part):
         raise TypeError(f"numpy stores it as an array of {copy.dtype}")
     return copy
+
+
+def _as_array(part: Any) -> Any:
+    return np.asarray(part.detach().cpu().numpy() if hasattr(part, "detach") else part)
+
+
+def bytes_of(array: Any) -> ByteArray:
+    """Return the bytes of a numpy array, without a copy if they are contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def restore_part(part: Any, saved: Any) -> Any:

@@ -1,26 +1,36 @@
 """The state of a torch loop in a checkpoint: each rank writes its shards, and any number of ranks reads them.
 
-Uses the private modules ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``. Tested with
-torch 2.9, 2.13, 2.14 and 2.15.
+Uses the private modules ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoint``, and
+``torch.utils._pytree``. Tested with torch 2.9, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
+from .recovery_points import ByteArray, RankState, RecoveryPointError
 from .state import State, StateMismatchError
 
 # torch warns at each save and load of a single worker.
@@ -115,6 +125,19 @@ class TorchState(State):
             no_dist=self._group is None,
         )
 
+    def capture(self) -> RankState:
+        """Return this rank's shards: torch's plan for writing them, and their bytes."""
+        if any(FullyShardedDataParallel.fsdp_modules(module) for module in self._modules.values()):
+            raise TypeError("a state_dict() of FullyShardedDataParallel communicates; use fully_shard")
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(self._state_dict(to_save=True), is_coordinator=True)
+        plan = planner.create_local_plan()
+        return plan, [_bytes_of(planner.resolve_data(item)) for item in plan.items]
+
+    def restore(self, states: list[RankState], own: int) -> None:
+        """Restore the state from the shards of any number of ranks. Without collectives."""
+        self._load(_MemoryReader(states, own), no_dist=True)
+
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Restore the modules, optimizers and other parts from a checkpoint that any number of ranks has written.
 
@@ -129,15 +152,19 @@ class TorchState(State):
             StateMismatchError: The parts or shapes of the checkpoint differ from those of the state.
         """
         self.prepare()
+        self._load(dcp.FileSystemReader(directory), only_these, process_group=self._group)
+
+    def _load(self, reader: dcp.StorageReader, only_these: bool = False, **options: Any) -> None:
+        """Restore the state with torch's reader of checkpoints."""
         current = self._state_dict()
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        metadata = reader.read_metadata()
         with_state = {path[:3] for path in metadata.planner_data.values()}
         created = {name: current[name]["state"] for name in self._optimizers}
         for name, states in created.items():  # a parameter that had no gradient yet has no state
             current[name]["state"] = {key: states[key] for key in states if (name, "state", key) in with_state}
         parts = current if only_these else None
         StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, parts)
-        dcp.load(current, checkpoint_id=directory, process_group=self._group)
+        dcp.load(current, storage_reader=reader, **options)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
         for name, (module, optimizer) in self._optimizers.items():
@@ -164,5 +191,54 @@ class TorchState(State):
             values = part.state_dict()
             is_sharded = any(isinstance(value, DTensor) for value in flatten_state_dict({name: values})[0].values())
             # torch saves a tuple as it is. In a dict it would change keys to strings, and require equal None and lists.
-            state[name] = values if is_sharded else (values,)
+            state[name] = values if is_sharded else (tree_map_only(torch.Tensor, torch.Tensor.cpu, values),)
         return state
+
+
+def _bytes_of(data: Any) -> ByteArray:
+    """Return the bytes of a tensor or of a buffer, without a copy if they are contiguous in main memory."""
+    if isinstance(data, io.BytesIO):
+        return np.frombuffer(data.getbuffer(), np.uint8)
+    return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
+
+
+class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
+    """torch's reader of checkpoints for a recovery point in memory.
+
+    Args:
+        states: The plan and the bytes of each rank.
+        own: Index of the state to use for values that several have.
+    """
+
+    def __init__(self, states: list[RankState], own: int) -> None:
+        super().__init__("")
+        self._paths = {name: path for plan, _ in states for name, path in plan.planner_data.items()}
+        self._values = {
+            item.index: (item, arrays, number)
+            for plan, arrays in (*states, states[own])
+            for number, item in enumerate(plan.items)
+        }
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        plan = dcp.SavePlan([item for item, _, _ in self._values.values()])
+        return replace(create_default_global_save_plan([plan])[1], planner_data=self._paths, storage_data={})
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        tensors = [value for value in planner.state_dict.values() if isinstance(value, torch.Tensor)]
+        wanted = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in tensors)
+        if sum(math.prod(item.lengths) for item in plan.items if item.type is LoadItemType.TENSOR) < wanted:
+            raise RecoveryPointError("the sharding has changed since the recovery point: other ranks have parts of it")
+        for item in plan.items:
+            written, arrays, number = self._values[item.storage_index]
+            data, form = arrays[number], written.tensor_data
+            if form is None:
+                planner.load_bytes(item, io.BytesIO(data.tobytes()))
+                continue
+            saved = torch.from_numpy(data).view(form.properties.dtype).view(form.chunk.sizes)
+            bounds = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(saved[tuple(slice(start, start + length) for start, length in bounds)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -20,11 +20,12 @@ import numpy as np
 from . import context as run
 from .batches import length_of, load
 from .cadence import Cadence
-from .ledger import Ledger, combine
+from .ledger import Ledger
 from .metrics import StepMetrics
 from .order import MAX_LENGTH, Indices, SampleOrder, StepBatches
 from .rank_files import missing_rank_files_message, rank_file
-from .restart_notice import local_context, poll_restart, train_context
+from .recovery_points import RankState, RecoveryPoints, StateReader
+from .restart_notice import announced_growth, local_context, poll_restart, train_context
 from .scratch_folder import ScratchFolder, remove_abandoned_folders
 from .state import State, random_state, restore_random_state, seed_everything
 
@@ -101,6 +102,10 @@ class Session(AbstractContextManager["Session"]):
             steps are saved for it.
         mesh: The torch ``DeviceMesh`` of the data parallel dimension, such as ``mesh["dp"]``. Ranks that differ only in
             another dimension, such as tensor parallel, get the same samples. Default: each rank has its own share.
+        recovery_points: Interval in steps between recovery points: copies of the state in memory that outlives the
+            worker. A restarted worker group continues from the newest one if it is newer than the newest checkpoint.
+            ``"auto"`` computes the interval from the failures of this run and the measured cost of a point, which
+            blocks the loop for at most 1 % of the time. ``"off"``: restarts continue from checkpoints.
 
     Attributes:
         done: Optimizer steps that are done, by all worker groups of the run.
@@ -116,6 +121,7 @@ class Session(AbstractContextManager["Session"]):
             batch from :meth:`batches`, or, without, the time at which the session was created.
         began_from: Value of ``done`` before this worker's first step.
         cadence: The :class:`Cadence` that decides when to save.
+        recovery_points: The :class:`RecoveryPoints` of this rank.
 
     Raises:
         ValueError: An argument is out of range.
@@ -141,10 +147,14 @@ class Session(AbstractContextManager["Session"]):
     samples: Indices = np.zeros(0, dtype=np.int64)
     is_last_part = True
     began_at = 0.0
+    held_for = 0  # number of the announced growth for which this rank waits, with its state in memory; 0: none
     _in_batches = False  # the loop is working on a batch of `batches`
     _is_open = False  # the last step is not yet saved or reported
     _must_save = False  # the last step must be saved
     _must_report = False  # the last step must be reported, with a checkpoint or without
+    _is_required = False  # the last step must be saved: the loop has requested it, or it has a score
+    _required_step = 0  # the last step before it that had to be saved
+    committed = 0  # step of the newest commit that this rank knows of
 
     def __init__(
         self,
@@ -158,6 +168,7 @@ class Session(AbstractContextManager["Session"]):
         means: Collection[str] = ("loss",),
         save_scored: bool = True,
         mesh: Any = None,
+        recovery_points: int | str = "off",
     ) -> None:
         global current
         if steps < 1:
@@ -176,6 +187,9 @@ class Session(AbstractContextManager["Session"]):
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
         self.cadence = Cadence(save_every, save_within, context.failures, context.trained_seconds, context.ends_at)
+        self.recovery_points = RecoveryPoints(recovery_points, context.run_id, self.rank, self.world_size)
+        if not _is_whole_in_memory(type(state)):
+            self.recovery_points.turn_off(f"{type(state).__name__} must define stage, read, capture and restore itself")
         if self._can_save and current is not None:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
@@ -191,9 +205,13 @@ class Session(AbstractContextManager["Session"]):
         remove_abandoned_folders()
         seed_everything(seed, 0, self._share[0])  # ranks with the same samples get the same random numbers
         checkpoint = self._ray and self._ray.get_checkpoint()
-        if checkpoint:
+        states = self.recovery_points.read_restored()
+        if states:
+            self._restore_point(states)
+        elif checkpoint:
             self._restore(checkpoint)
-        self.began_from = self._saved = self.done
+        self.began_from = self.done
+        self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
         self._entered_at = time.time()
         self._report_at = time.monotonic()  # time of the next report
@@ -201,6 +219,10 @@ class Session(AbstractContextManager["Session"]):
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
+        # A restored recovery point is saved in the background.
+        if states:
+            self._is_open = self._must_save = self._must_report = True
+            self._close_step()
 
     def _set_share(self, mesh: Any) -> None:
         """Set this rank's share of the samples of each step, from its rank or its position in ``mesh``.
@@ -336,6 +358,9 @@ class Session(AbstractContextManager["Session"]):
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
         self._step_samples = []
+        if self._is_required:
+            self._required_step = self.done
+            self._is_required = False
         self.done += 1
         self._open_step(metrics, save)
         if not self._in_batches:
@@ -354,7 +379,9 @@ class Session(AbstractContextManager["Session"]):
         """Add metrics to the last step, and mark the step as not yet saved or reported; ``save``: it must be saved."""
         has_score = self._metrics.add(metrics or {}, self.done)
         self._is_open = True
-        self._must_save = self._must_save or save or (has_score and self._save_scored)
+        is_required = save or (has_score and self._save_scored)
+        self._is_required = self._is_required or is_required
+        self._must_save = self._must_save or is_required
         self._must_report = self._must_report or self._must_save or has_score
 
     def _close_step(self, at_end: bool = False) -> None:
@@ -368,25 +395,35 @@ class Session(AbstractContextManager["Session"]):
         if not self._is_open or self._ray is None:
             return
         self._is_open = False
+        points = self.recovery_points
+        # Until a required save is committed, its step stays in memory, so that a restart repeats the save.
+        is_point_due = points.every and self.done % points.every == 0 and self._required_step <= self.committed
+        if points.every and (is_point_due or self._is_required) and not at_end:
+            points.make(self.done, self._required_step, self._capture)
         is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
         restart, decision = poll_restart(self._decide, at_end or is_due or self._must_report)
         if decision is None:
             return
-        save, report, done = decision
+        save, report, done, every, may_hold = decision
+        points.every = every
         if done != self.done:
             raise LoopError(
                 f"rank {self.rank} has done {self.done} steps, and rank 0 {done}: all must call "
                 "session.step() and session.save() equally often, report the score on all ranks or none, and leave "
                 "the loop after the same step"
             )
-        if save or (restart and not at_end):
+        growth = announced_growth() if restart and may_hold and not save else 0
+        if growth and not at_end:
+            self._hold(growth)
+        elif save or (restart and not at_end):
             self._save(restart)
         elif report:
             self._report()
         self._must_save = self._must_report = False
 
-    def _decide(self) -> tuple[bool, bool, int]:
-        """Return whether to save, whether to report, and the number of steps that are done. Called on rank 0.
+    def _decide(self) -> tuple[bool, bool, int, int, bool]:
+        """Return the decisions of rank 0: whether to save, whether to report, the number of steps that are done, the
+        interval of recovery points, and whether the state may stay in memory at a growth of the worker group.
 
         A plain tuple, because the process through which Ray broadcasts may not be able to import this package.
         """
@@ -396,7 +433,9 @@ class Session(AbstractContextManager["Session"]):
         report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
         if self._must_report and not (self._must_save or save):
             logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
-        return save, report, self.done
+        points = self.recovery_points
+        may_hold = points.is_ready and self._required_step <= self.committed
+        return save, report, self.done, points.plan(self.cadence.between_failures()), may_hold
 
     def _save(self, announced: bool) -> None:
         """Save a checkpoint and report it. It is uploaded in the background, unless a restart is announced.
@@ -410,15 +449,7 @@ class Session(AbstractContextManager["Session"]):
         folder = ScratchFolder()
         write_state = self._state.stage(folder.path)
         rank_arrays = {"random": np.array(random_state().encode()), **self._ledger.flush(self.done)}
-        about = {
-            **self._about,
-            "step": self.done,
-            "epoch": self.epoch,
-            "world_size": self.world_size,
-            "trained": self.cadence.trained(),
-            "failures": self.cadence.failures,
-            "cost": (self.cadence.blocked, self.cadence.background),
-        }
+        about = self._describe()
         staged_at = time.monotonic()
         written = threading.Event()
 
@@ -445,6 +476,66 @@ class Session(AbstractContextManager["Session"]):
         # Before a restart, the report waits until the worker is restarted. That time is not a cost of saving.
         self.cadence.saved(self.cadence.blocked if announced else time.monotonic() - began)
 
+    def _describe(self) -> dict[str, Any]:
+        """Return the session's metadata for a checkpoint or a recovery point."""
+        return {
+            **self._about,
+            "step": self.done,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "trained": self.cadence.trained(),
+            "failures": self.cadence.failures,
+            "cost": (self.cadence.blocked, self.cadence.background),
+        }
+
+    def _capture(self) -> RankState:
+        """Return this rank's state for a recovery point."""
+        description, arrays = self._state.capture()
+        values = {
+            "about": self._describe(),
+            "is_required": self._is_required,
+            "random": random_state(),
+            "seen": self._ledger.seen,
+            "metrics": self._metrics,
+        }
+        return (values, description), arrays
+
+    def _restore_point(self, states: list[StateReader]) -> None:
+        """Restore state, step, random states, ledger and metrics from the recovery point of the group before."""
+        is_same_size = len(states) == self.world_size
+        chosen = [states[self.rank]] if is_same_size else states
+        read = [(*state.description(), state) for state in chosen]
+        index_of_rank = self.rank % len(chosen)
+        self._state.restore([state[1:] for state in read], index_of_rank)
+        values = read[index_of_rank][0]
+        self.done = values["about"]["step"]
+        self._is_required = values["is_required"]
+        seed_everything(self._seed, self.done, self._share[0])
+        if is_same_size:
+            restore_random_state(values["random"])
+        continued = read if is_same_size else read[self.rank :: self.world_size]
+        self._ledger.continue_from(earlier["seen"] for earlier, *_ in continued)
+        self._metrics = values["metrics"]
+        self._adopt(values["about"])
+
+    def _hold(self, growth: int) -> None:
+        """Complete a recovery point, and wait for the growth of the worker group, which continues from it."""
+        points = self.recovery_points
+        if points.step != self.done:
+            points.make(self.done, self._required_step, self._capture)
+        self.held_for = growth if points.step == self.done else 0
+        self._report()
+
+    def _adopt(self, about: dict[str, Any]) -> None:
+        """Continue from the metadata of a checkpoint or recovery point of this run."""
+        self.cadence.blocked, self.cadence.background = about["cost"]
+        self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
+        if run.current is None:  # under plain Ray Train, which does not count failures
+            self.cadence.failures = about["failures"] + 1
+        self._about = about
+        if "order" in about:
+            self._order = SampleOrder(**about["order"])
+
     def _report(self, synchronous: bool = False, **upload: Any) -> None:
         """Report the metrics since the last report to Ray Train. ``upload``: checkpoint, if any, and its options."""
         counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
@@ -464,21 +555,27 @@ class Session(AbstractContextManager["Session"]):
             about = read_about(directory)
             self._state.read(directory)
             self.done = about["step"]
-            self.cadence.blocked, self.cadence.background = about["cost"]
             seed_everything(self._seed, self.done, self._share[0])
             for rank in range(self.rank, about["world_size"], self.world_size):  # each file is read by one rank
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
-                    self._ledger.total = combine([self._ledger.total, arrays["total"], *arrays["steps"]])
+                    self._ledger.continue_from([arrays["total"], *arrays["steps"]])
                     if about["world_size"] == self.world_size:
                         restore_random_state(arrays["random"].item())
             if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
                 self._about["began_at"] = self.done
+                self.cadence.blocked, self.cadence.background = about["cost"]
                 self._ledger = Ledger()
                 return
-            self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
-            if run.current is None:  # under plain Ray Train, which does not count failures
-                self.cadence.failures = about["failures"] + 1
-            self._about = about
+            self._adopt(about)
+
+
+def _is_whole_in_memory(state: type) -> bool:
+    """Return True if one class defines all four methods that save and restore.
+
+    A subclass that overrides how a state is saved may not override how it is kept in memory.
+    """
+    methods = [getattr(state, name, None) for name in ("stage", "read", "capture", "restore")]
+    return len({getattr(method, "__qualname__", "").rpartition(".")[0] for method in methods}) == 1
 
 
 session = Session

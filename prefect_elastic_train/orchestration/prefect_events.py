@@ -119,7 +119,8 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
                 },
             )
         case ev.WorkerGroupStarted():
-            yield "workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)}
+            sizes = event.model_dump(include={"world_size", "restored_step"})
+            yield "workers-started", sizes | {"checkpoint": loop_name(event.checkpoint)}
         case ev.WorkerGroupResized():
             yield "resized", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.GroupFailed():

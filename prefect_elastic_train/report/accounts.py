@@ -45,6 +45,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
     unsplit_commits: list[str] = []  # checkpoints of the worker group before "first" was split
     step: int = 0  # optimizer steps of the session, as far as known
     committed_step: int = 0  # optimizer steps in the newest commit
+    uncommitted: float = 0.0  # seconds that were counted as lost since the last worker group trained
 
     @property
     def position(self) -> int:
@@ -97,7 +98,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         self._split_first()
         if event.checkpoint not in self.commits and event.checkpoint_at > self.counted_until - self.spent["training"]:
             self._preserve(event.checkpoint)
-        self._move("training", "lost")
+        self.uncommitted += self._move("training", "lost")
         if event.checkpoint in self.commits:  # otherwise it is too old, and the training that it preserves is unknown
             self._move("productive", "lost", self.spent["productive"] - self.commits[event.checkpoint])
         was_stopped = self.phase in ("", "stopped") or event.counted == 1
@@ -116,6 +117,8 @@ class Tally(Counts, ser_json_inf_nan="constants"):
                 self.phase = "startup"
             case ev.WorkerGroupStarted():
                 self._close_group(self.setup)
+                if event.restored_step:
+                    self._recover(event.restored_step)
                 self._count_lost_reports()
                 self.phase = "first"
                 self.seconds_at_start = self.spent["productive"]
@@ -127,6 +130,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
                     self._move("first", "training", self.counted_until - event.at)
                     self._move("first", self.setup)
                     self.phase = "training"
+                self.uncommitted = 0.0
             case ev.Report():
                 self._count_report(event)
             case ev.CheckpointStalled() if self.phase in ("first", "second"):
@@ -230,8 +234,14 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         Count its training since the last commit as lost, and the time from now on as ``then``.
         """
         self._split_first()
-        self._move("training", "lost")
+        self.uncommitted += self._move("training", "lost")
         self.phase = self.setup = then
+
+    def _recover(self, step: int) -> None:
+        """Count the training up to a step as not lost, since its state was in memory."""
+        share = (step - self.committed_step) / max(self.step - self.committed_step, 1)
+        self._move("lost", "training", self.uncommitted * min(max(share, 0.0), 1.0))
+        self.committed_report = self.newest_report
 
 
 class Accounts(Counts):

@@ -51,6 +51,8 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
         case ev.WorkerGroupStarted():
             workers = "1 worker starts" if event.world_size == 1 else f"{event.world_size} workers start"
             offer = f"; it can restore {_start(event.checkpoint)}" if event.checkpoint else ""
+            if event.restored_step:
+                offer = f" from the recovery point of step {event.restored_step}"
             return Description(f"{workers} the loop{offer}")
         case ev.LoopWarned():
             return Description(event.message, is_warning=True)
@@ -61,10 +63,10 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             lacking = "; there is no memory for more" if event.parked < event.wanted else ""
             return Description(f"{event.parked} of {event.wanted} standby workers are ready{memory}{lacking}")
         case ev.WorkerGroupResized():
-            missing = ", which was not committed in time" if event.reason == "patience" else ""
+            awaited = {"patience": "a checkpoint, which was not committed in time", "memory": "a recovery point"}
             return Description(
                 f"the worker group is resized from {event.old_size} to {event.new_size} workers",
-                reason=f"waited {event.waited_seconds:.0f} s for a checkpoint{missing}",
+                reason=f"waited {event.waited_seconds:.0f} s for {awaited.get(event.reason, 'a checkpoint')}",
                 reaction=f"reports that are done again: {event.reports_lost}" if event.reports_lost else "",
             )
         case ev.GroupFailed():
@@ -99,6 +101,10 @@ def _describe_failure(event: ev.GroupFailed, checkpoint: str, locations: Mapping
     if event.retried:
         repeated = f"; reports since then, which are done again: {lost}" if lost else ""
         reaction = f"the worker group is restarted from {_start(checkpoint)}{repeated}"
+        if event.in_memory:
+            reaction = (
+                f"the worker group is restarted from a recovery point if there is one, else from {_start(checkpoint)}"
+            )
     else:
         reaction = event.gives_up + (f"; reports since the last checkpoint: {lost}" if lost else "")
     reasons = describe_causes(event.causes, locations) or ["a node was drained or reclaimed"]

@@ -48,12 +48,16 @@ class Position(NamedTuple):
         began_from: Optimizer steps before its first step.
         done: Optimizer steps up to now.
         most_workers: Number of workers for which a step of the session has samples.
+        has_recovery_points: True if it makes recovery points, or will once there is memory.
+        held_for: Number of the announced growth for which it waits, with all its work in memory; 0: none.
     """
 
     age: float
     began_from: int
     done: int
     most_workers: int
+    has_recovery_points: bool = False
+    held_for: int = 0
 
 
 class CommitReport(NamedTuple):
@@ -80,8 +84,14 @@ def has_opened_checkpoint() -> bool:
     return state.opened
 
 
-def collect_commit_report() -> CommitReport:
-    """Return this worker's storage waits and stalls since the last commit, and its save plan. Reset the counters."""
+def collect_commit_report(step: int) -> CommitReport:
+    """Return this worker's storage waits and stalls since the last commit, and its save plan. Reset the counters.
+
+    Args:
+        step: Optimizer steps of the session in the new commit.
+    """
+    if session := _session():
+        session.committed = step
     stalled = state.stalled
     state.stalled = 0.0
     return CommitReport(collect_waits(), stalled, _take_changed_save_plan())
@@ -92,7 +102,14 @@ def session_position() -> Position | None:
     session = _session()
     if session is None or not session.began_at:
         return None
-    return Position(time.time() - session.began_at, session.began_from, session.done, session.most_workers)
+    return Position(
+        time.time() - session.began_at,
+        session.began_from,
+        session.done,
+        session.most_workers,
+        session.recovery_points.is_on,
+        session.held_for,
+    )
 
 
 def has_session() -> bool:

@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
-from prefect_elastic_train.loop import restart_notice
+from prefect_elastic_train.loop import recovery_points, restart_notice
 from prefect_elastic_train.loop.context import RunContext, set_run_context
 from prefect_elastic_train.storage.retries import operation
 
@@ -29,6 +29,7 @@ from .checkpoints import (
     to_json_values,
     use_unique_folders,
 )
+from .recovery_memory import WorkerMemory
 from .standby_process import wait_for_devices
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,14 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     to wait: otherwise they would fill the disk.
     """
 
-    _group = 0  # number of worker groups that the attempt has started
+    group = 0  # number of worker groups that the attempt has started
+    restored_states: Any = ()  # the recovery point that the worker group restores, by rank
     _reporting = 0  # identifier of the loop's thread while it reports
     _saves = False  # True if that report has a checkpoint
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, has_recovery_points: bool = False) -> None:
         self._context = context
+        self._has_recovery_points = has_recovery_points
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
 
     def begin_group(self, failures: int) -> None:
@@ -62,7 +65,8 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         Args:
             failures: Failures of the run so far.
         """
-        self._group += 1
+        self.group += 1
+        self.restored_states = ()
         self._context = replace(self._context, failures=failures)
 
     def after_init_train_context(self) -> None:
@@ -71,7 +75,10 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         set_gloo_interface()
         set_run_context(self._context)
         context = get_train_context()
-        use_unique_folders(context, self._context.attempt, self._group)
+        use_unique_folders(context, self._context.attempt, self.group)
+        if self._has_recovery_points:
+            identity = (self._context.run_id, self._context.attempt, self.group, context.get_world_rank())
+            recovery_points.memory = WorkerMemory(*identity, self.restored_states)
         silence_ray_train()
         loop_inspection.track_checkpoint_reads(context)
         report = context.report

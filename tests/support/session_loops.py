@@ -50,10 +50,10 @@ def _disturb(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
 def torch_loop(config: dict[str, Any]) -> None:
     """Fit a small network. A plain function without Ray too: then it is the undisturbed training of one worker.
 
-    Config: ``steps``, ``length`` and ``global_batch`` (samples); ``save_every`` (default: 10); ``dropout``; ``fsdp``
-    (whether the network is sharded); ``micro_batch``; ``weights`` (file that rank 0 writes in the end); ``ledger``
-    (file); ``dies`` (pairs of step and rank that dies after it, once); ``slow`` (file while which is there a step takes
-    ``sleep`` seconds longer).
+    Config: ``steps``, ``length`` and ``global_batch`` (samples); ``save_every`` (default: 10); ``recovery_points``
+    (default: off); ``dropout``; ``fsdp`` (whether the network is sharded); ``micro_batch``; ``weights`` (file that rank
+    0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies after it, once); ``slow`` (file
+    while which is there a step takes ``sleep`` seconds longer).
     """
     import torch
     import torch.distributed as dist
@@ -77,7 +77,8 @@ def torch_loop(config: dict[str, Any]) -> None:
     state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule)
     plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
     dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
-    with loop.session(state, save_every=config.get("save_every", 10), **plan) as session:
+    points = config.get("recovery_points", "off")
+    with loop.session(state, save_every=config.get("save_every", 10), recovery_points=points, **plan) as session:
         seen = list[int]()
         for inputs, targets in session.batches(dataset, micro_batch=config.get("micro_batch", 0)):
             loss = ((model(inputs) - targets) ** 2).mean() * session.weight
@@ -130,10 +131,11 @@ def jax_loop(config: dict[str, Any]) -> None:
     key = jax.jit(lambda: jax.random.key(5), out_shardings=whole)()
     state = loop.JaxState(weights=jax.tree.map(on_all, first), key=key)
     plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
-    with loop.session(state, save_every=config.get("save_every", 10), **plan) as session:
+    points = config.get("recovery_points", "off")
+    with loop.session(state, save_every=config.get("save_every", 10), recovery_points=points, **plan) as session:
         for local in session.batches(data(config["length"]), drop_last=True):
             batch = [on_all(one, by_rows) for one in local]
-            state.weights, state.key, loss = take_step(state.weights, state.key, *batch)
+            state.weights, state.key, loss = jax.block_until_ready(take_step(state.weights, state.key, *batch))
             if "ledger" in config:
                 write_ledger(config["ledger"], **where, step=session.done + 1, seen=session.samples.tolist())
             session.step({"loss": loss})
@@ -251,13 +253,15 @@ def score_of(weights: float) -> float:
 def evaluating_loop(config: dict[str, Any]) -> None:
     """Train weights that are the number of their step, and evaluate them after each tenth step.
 
-    Config: ``steps``; ``save_every``; ``dies`` (pairs of step and rank that dies while it evaluates, once); ``ledger``.
+    Config: ``steps``; ``save_every``; ``recovery_points``; ``dies`` (pairs of step and rank that dies while it
+    evaluates, once); ``ledger``.
     """
     import ray.train
 
     where = {"rank": ray.train.get_context().get_world_rank()}
     state = loop.ArrayState(weights=0.0)
-    with loop.session(state, steps=config["steps"], global_batch=4, save_every=config["save_every"]) as session:
+    plan = {"steps": config["steps"], "global_batch": 4, "save_every": config["save_every"]}
+    with loop.session(state, **plan, recovery_points=config["recovery_points"]) as session:
         for _ in session.batches(np.arange(40)):
             state.weights += 1
             time.sleep(0.02)

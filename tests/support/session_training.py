@@ -21,25 +21,36 @@ class SessionTraining:
     """A training with a session, slow until it is let go."""
 
     def __init__(
-        self, start: Start, folder: Path, framework: str, scaling: dict[str, Any], fsdp: bool = False, **more: Any
+        self,
+        start: Start,
+        folder: Path,
+        framework: str,
+        scaling: dict[str, Any],
+        fsdp: bool = False,
+        save_every: int = 15,
+        recovery_points: int | str = "off",
+        **more: Any,
     ) -> None:
         self.ledger, self._weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
         self._slow.touch()
         self._loop = {"torch": torch_loop, "jax": jax_loop}[framework]
-        self._config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 15}
+        self._config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": save_every}
         files = {"ledger": str(self.ledger), "weights": str(self._weights), "slow": str(self._slow), "sleep": 0.2}
         self.flow: FlowProcess = start(
             loop=f"tests.support.session_loops:{self._loop.__name__}",
             framework=framework,
             torch_backend="gloo" if framework == "torch" else None,  # GPUs are pretended ones
-            config={**self._config, **files, "fsdp": fsdp},
+            config={**self._config, **files, "fsdp": fsdp, "recovery_points": recovery_points},
             scaling=scaling,
             failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
             **more,
         )
 
-    def group(self, world: int = 2, dead: Iterable[int] = ()) -> list[dict[str, Any]]:
-        """Kill processes, and wait until another group of so many workers trains; return its newest lines by rank."""
+    def group(self, world: int = 2, dead: Iterable[int] = (), steps: int = 8) -> list[dict[str, Any]]:
+        """Kill processes, and wait until another group of so many workers trains; return its newest lines by rank.
+
+        ``steps``: how many it must have taken.
+        """
         known = {line["group"] for line in read_ledger(self.ledger)}
         for pid in dead:
             psutil.Process(pid).kill()
@@ -47,7 +58,7 @@ class SessionTraining:
         def trains() -> list[dict[str, Any]] | None:
             lines = [one for one in read_ledger(self.ledger) if one["world"] == world and one["group"] not in known]
             newest = {one["rank"]: one for one in lines}
-            has_trained = len(newest) == world and len({one["step"] for one in lines}) >= 8
+            has_trained = len(newest) == world and len({one["step"] for one in lines}) >= steps
             return [newest[rank] for rank in range(world)] if has_trained else None
 
         return self.flow.wait_for(trains, 120, f"another group of {world} workers") or []

@@ -169,7 +169,7 @@ def run_callback(
 ) -> RunCallback:
     """Return the callback of a controller, with its state."""
     context = RunContext("mnist", "0" * 32, attempt, "", store.uri, score_attribute=score_attribute)
-    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures, "", "off")
+    settings = ControllerSettings(receiver, store, context, "torch", ScalingSettings(), failures, "", "off", 0.3)
     return RunCallback(ControllerState(settings))
 
 

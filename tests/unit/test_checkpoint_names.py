@@ -47,4 +47,4 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
 
 def test_each_worker_group_of_an_attempt_has_another_number() -> None:
     callback = WorkerHooks(RunContext("run", "", 1, "", ""))
-    assert [(callback.begin_group(0), callback._group) for _ in range(2)] == [(None, 1), (None, 2)]
+    assert [(callback.begin_group(0), callback.group) for _ in range(2)] == [(None, 1), (None, 2)]

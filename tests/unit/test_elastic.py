@@ -88,7 +88,7 @@ class Worker(SimpleNamespace):
     def __init__(self, answer: Any = None) -> None:
         self.infos: list[PreemptionInfo] = []
         actor = SimpleNamespace(mark_preempt=SimpleNamespace(remote=self.infos.append))
-        super().__init__(actor=actor, answer=answer, execute_async=lambda question: self)
+        super().__init__(actor=actor, answer=answer, execute_async=lambda question, *arguments: self)
 
     __hash__ = object.__hash__
 
@@ -147,7 +147,7 @@ class Controller:
 def controller(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
     """A controller of the first attempt."""
     begin(store)
-    monkeypatch.setattr(callbacks, "query_workers", lambda workers, function, seconds: {})
+    monkeypatch.setattr(callbacks, "query_workers", lambda workers, function, seconds, *more: {})
     controller = Controller(store)
     yield controller
     controller.close()
@@ -407,7 +407,7 @@ def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collect_commit_report()
+    collect_commit_report(0)
     callback = WorkerHooks(RunContext("mnist", "0" * 32, 1, "", ""))
     train_context = SimpleNamespace(
         report_order_condition=threading.Condition(),
@@ -422,5 +422,5 @@ def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_other
     assert "An upload takes more than 0.05 s" in caplog.text
     with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
-    assert 0.07 <= collect_commit_report().stalled < 0.2
-    assert collect_commit_report().stalled == 0
+    assert 0.07 <= collect_commit_report(0).stalled < 0.2
+    assert collect_commit_report(0).stalled == 0

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.loop.recovery_points import StateId, newest_point
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import remove_leftovers
@@ -338,3 +340,86 @@ def test_one_that_was_stopped_for_a_while_does_not_touch_what_its_successor_need
 )
 def test_neither_two_that_begin_at_once_nor_a_late_write_loses_a_commit(schedule: str, drivers: int) -> None:
     play(schedule_of(schedule), drivers, Workload(reports=3, keep=1))
+
+
+# The choice between a commit and a recovery point in memory
+
+Point = tuple[int, int, int]  # attempt, worker group and step
+Choose = Callable[[list[StateId], str, Point], StateId | None]
+
+
+def _required_before(step: int) -> int:
+    """The last step before a step that must be saved: every third."""
+    return (step - 1) // 3 * 3 if step else 0
+
+
+def _simulate(choose: Choose, random: Random) -> None:
+    """Simulate a run with steps, commits, deaths and late workers in random order. Its state is the list of its steps.
+
+    Raise an AssertionError if a group continues from a mixture, from less than what was committed, or from a step after
+    a required save that was never committed.
+    """
+    states: dict[StateId, tuple[Any, ...]] = {}
+    commit: tuple[Point, tuple[Any, ...]] = ((0, 0, 0), ())
+    groups: list[tuple[int, int, tuple[Any, ...]]] = []
+    attempt, group = 1, 0
+    for _ in range(random.randint(1, 6)):
+        if random.random() < 0.5:
+            attempt, group = attempt + 1, 0
+        group += 1
+        point = choose([*states], "run", commit[0])
+        found = {states.get(point._replace(rank=rank)) for rank in range(point.world_size)} if point else {commit[1]}
+        assert len(found) == 1, "all ranks continue from the same state"
+        [state] = found
+        assert state is not None, "each state is there"
+        assert state[: len(commit[1])] == commit[1], "what is committed is not lost"
+        assert _required_before(len(state)) <= len(commit[1]), "no required save was skipped"
+        size = random.randint(1, 3)
+        has_memory = random.random() < 0.7
+        for _ in range(random.randint(0, 5)):
+            state = (*state, (attempt, group))
+            made = random.choice([size, size, random.randint(0, size)])  # the others died before, or are late
+            ranks = range(made if has_memory else 0)
+            point = StateId("run", attempt, group, len(state), _required_before(len(state)), size, 0)
+            states |= {point._replace(rank=rank): state for rank in ranks}
+            if made < size:
+                break
+            if random.random() < 0.3:
+                commit = ((attempt, group, len(state)), state)
+        groups.append((attempt, group, state))
+        if random.random() < 0.3:  # a worker of an earlier group trains on
+            of_attempt, of_group, old = random.choice(groups)
+            late = (*old, *[("late", of_attempt, of_group)] * random.randint(1, 9))
+            if (of_attempt, of_group) != (attempt, group):
+                states[StateId("run", of_attempt, of_group, len(late), _required_before(len(late)), 1, 0)] = late
+
+
+def _ignoring_ranks(states: list[StateId], run: str, committed: Point) -> StateId | None:
+    return max((state for state in states if state[1:4] > committed), default=None)
+
+
+def _ignoring_the_group(states: list[StateId], run: str, committed: Point) -> StateId | None:
+    found = newest_point([state._replace(attempt=1, group=1) for state in states], run, (1, 1, committed[2]))
+    return found and next(state for state in states if state[3:] == found[3:])
+
+
+def _ignoring_the_commit(states: list[StateId], run: str, committed: Point) -> StateId | None:
+    return newest_point(states, run, (0, 0, committed[2]))
+
+
+def _ignoring_required_saves(states: list[StateId], run: str, committed: Point) -> StateId | None:
+    found = newest_point([state._replace(required_step=0) for state in states], run, committed)
+    return found and next(state for state in states if state._replace(required_step=0) == found)
+
+
+def test_no_order_of_steps_commits_deaths_and_late_workers_loses_or_mixes_what_was_done() -> None:
+    for seed in range(2000):
+        _simulate(newest_point, Random(seed))
+
+
+@pytest.mark.parametrize(
+    "wrong", [_ignoring_ranks, _ignoring_the_group, _ignoring_the_commit, _ignoring_required_saves]
+)
+def test_the_model_rejects_wrong_choices(wrong: Choose) -> None:
+    with pytest.raises(AssertionError):
+        [_simulate(wrong, Random(seed)) for seed in range(2000)]

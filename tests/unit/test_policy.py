@@ -42,7 +42,9 @@ from prefect_elastic_train.controller.sizing import Node
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.ray_configs import scaling_config
+from prefect_elastic_train.loop.recovery_points import RecoveryPointError, StateId
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
+from prefect_elastic_train.worker.loop_inspection import Position
 
 Later = Callable[[float], None]
 
@@ -78,11 +80,18 @@ class Cluster(RunScalingPolicy):
             self.after_controller_state_update(SchedulingState(decision), following)
         return size
 
-    def grow(self, fits: int | None, committed: bool = False, finished: bool = False) -> Any:
-        """Return what is decided about a healthy group where so many fit, None for nothing."""
+    def grow(
+        self, fits: int | None, committed: bool = False, finished: bool = False, held: Collection[int] = (0, 0)
+    ) -> Any:
+        """Return what is decided about a healthy group where so many fit, None for nothing.
+
+        ``held``: the number of the growth for which each rank holds its work in memory, 0 for none.
+        """
         self.show(fits)
         self.shared.commit_count += committed
-        status = WorkerGroupPollStatus({0: WorkerStatus(running=not finished)})
+        status = WorkerGroupPollStatus({rank: WorkerStatus(running=not finished) for rank in range(len(held))})
+        for rank, number in enumerate(held):
+            status.worker_statuses[rank].position = Position(1.0, 0, 9, 9, held_for=number)
         decision = self.make_decision_for_running_worker_group(self.group, status)
         return None if isinstance(decision, NoopDecision) else decision
 
@@ -101,6 +110,7 @@ class State(SimpleNamespace):
             budget=FailureWindow(0),
             loops=LoopWatch(FailureSettings(), lambda event: None),
             standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
+            keepers=SimpleNamespace(restored_point=None),
             publish=self.waiting.append,
         )
 
@@ -257,6 +267,17 @@ def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(later: Late
     assert [worker.told for worker in policy.group.workers] == [[1], [1]]
     decision = policy.grow(4, committed=True)
     assert (decision.num_workers, decision.reason) == (4, "commit")
+
+
+def test_a_healthy_group_grows_without_a_commit_once_all_ranks_hold_their_work_in_memory_for_this_growth() -> None:
+    policy = _policy()
+    assert policy.grow(4, held=(1, 1)) is None  # it is announced just now
+    assert policy.grow(4, held=(1, 0)) is None
+    decision = policy.grow(4, held=(1, 1))
+    assert (decision.num_workers, decision.reason) == (4, "memory")
+    policy.start(4)
+    assert policy.grow(5, held=(1, 1)) is None
+    assert policy.grow(5, held=(1, 1)) is None, "that was for the growth before"
 
 
 def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does() -> None:
@@ -490,6 +511,15 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
     assert failure_policy.make_decision(failure) is decision
     state.is_draining = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE  # preemptions are counted apart
+
+
+def test_a_group_that_fails_before_its_first_step_from_a_recovery_point_does_not_count(state: State) -> None:
+    failure_policy = RunFailurePolicy(FailureConfig(max_failures=0), state)
+    failure = WorkerGroupError("a rank failed", {0: RecoveryPointError("damaged")})
+    state.keepers.restored_point = StateId("run", 1, 1, 7, 0, 1, 0)
+    assert failure_policy.make_decision(failure) is FailureDecision.RETRY
+    state.loops.has_stepped = True
+    assert failure_policy.make_decision(failure) is FailureDecision.RAISE
 
 
 def test_a_loop_that_saves_when_it_starts_and_then_fails_at_the_same_step_is_never_forgiven(

@@ -1,0 +1,331 @@
+"""Recovery points: checkpoints in memory, every few steps, which outlive the processes of the workers.
+
+A recovery point has the state of each rank after a step. A restarted worker group continues from the newest point of
+which the states of all ranks can be read, if it is newer than the newest committed checkpoint. This module has the
+format of a rank's state in memory, and the choice between points.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .cadence import best_interval
+
+logger = logging.getLogger(__name__)
+
+_threads = ThreadPoolExecutor(4, "recovery points")
+
+#: Largest share of the training time for which ``"auto"`` lets recovery points block the loop.
+_MAX_BLOCKED = 0.01
+#: The first recovery points, one after each step, whose cost is not representative, as it includes the first access.
+_UNMEASURED = 3
+#: Shortest interval, as a multiple of the time in which a point is copied to another node. If some ranks are slower
+#: than rank 0, by up to this factor, the copies of all ranks still have a step in common.
+_TRANSFERS = 1.5
+#: Files of a rank: one has a complete state while the other is written.
+FILES = 2
+_ROUNDING = 1e-9
+#: Pause of a worker whose keeper has died. If its whole node is failing, the worker exits meanwhile, and takes no steps
+#: that no keeper holds.
+_LOST_SECONDS = 2.0
+_MAGIC = b"elastic\2"  # the first bytes of a complete state
+HEADER_BYTES = 4096
+#: Position in the header of the seconds that a copy to another node has taken, as a float64; 0: there was none.
+TRANSFER_SECONDS_AT = HEADER_BYTES - 8
+_ALIGNMENT = 64
+_CHUNK_BYTES = 2**22  # copied by one thread at once
+_BLOCK_BYTES = 2**18  # copied before its checksum is computed, so that it is still in the cache
+
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+#: The state of one rank: a description that can be pickled, and the bytes of each array.
+RankState = tuple[Any, Sequence[ByteArray]]
+
+
+class RecoveryPointError(RuntimeError):
+    """The state of a rank in memory is incomplete or damaged."""
+
+
+class StateId(NamedTuple):
+    """The identity of the state of one rank after a step.
+
+    Attributes:
+        run_id: The id of the run.
+        attempt: The number of the attempt.
+        group: The number of the worker group within the attempt, from 1.
+        step: Optimizer steps that were done.
+        required_step: The last step before it that must be saved to a checkpoint, such as that of a score; 0: none.
+        world_size: The number of workers of the group.
+        rank: The rank.
+    """
+
+    run_id: str
+    attempt: int
+    group: int
+    step: int
+    required_step: int
+    world_size: int
+    rank: int
+
+
+def newest_point(states: Iterable[StateId], run_id: str, committed: tuple[int, int, int]) -> StateId | None:
+    """Return the newest recovery point that a worker group may restore, by the identity of its rank 0; None: none.
+
+    A later attempt or worker group has continued from what the earlier ones had committed or held in memory, so its
+    points are newer, whatever their steps. A point is complete if there is a state of each rank. A point whose required
+    step is not committed is ignored: that checkpoint would never be made.
+
+    Args:
+        states: States that can be read. Those of other runs are ignored.
+        run_id: The id of the run.
+        committed: Attempt, worker group and step of the newest committed checkpoint. Older points are ignored.
+    """
+    ranks: defaultdict[StateId, set[int]] = defaultdict(set)
+    for state in states:
+        if state.run_id == run_id and state[1:4] > committed and state.required_step <= committed[2]:
+            ranks[state._replace(rank=0)].add(state.rank)
+    return max((point for point, known in ranks.items() if known == {*range(point.world_size)}), default=None)
+
+
+#: Module state, which the training sets in a worker before the loop begins: memory that outlives this process, a
+#: ``worker.recovery_memory.WorkerMemory``. None: there are no recovery points.
+memory: Any = None
+
+
+def state_size(arrays: Sequence[ByteArray]) -> int:
+    """Return the bytes of memory that a state with these arrays takes."""
+    return _first_array(len(arrays)) + sum(_aligned(len(array)) for array in arrays)
+
+
+def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArray]) -> None:
+    """Copy arrays into memory. The header is written last, so until then readers find no state there.
+
+    Args:
+        target: The memory, of at least :func:`state_size` bytes.
+        identity: The identity of the state.
+        arrays: The description and the arrays.
+    """
+    target[: len(_MAGIC)] = bytes(len(_MAGIC))
+    start = _first_array(len(arrays))
+    chunks = []
+    for number, array in enumerate(arrays):
+        positions = range(0, len(array), _CHUNK_BYTES)
+        chunks += [(number, array[first : first + _CHUNK_BYTES], start + first) for first in positions]
+        start += _aligned(len(array))
+    run_all = _threads.map if start > _CHUNK_BYTES else map
+    sums = [0] * len(arrays)
+    for number, total in run_all(lambda chunk: (chunk[0], _copy(target, *chunk[1:])), chunks):
+        sums[number] += total
+    index = np.array([(len(array), total % 2**64) for array, total in zip(arrays, sums, strict=True)], np.uint64)
+    np.frombuffer(target, np.uint64, index.size, HEADER_BYTES)[:] = index.reshape(-1)
+    header = json.dumps({"id": identity, "arrays": len(arrays), "size": start, "sum": int(index.sum())})
+    target[len(_MAGIC) : TRANSFER_SECONDS_AT] = header.encode().ljust(TRANSFER_SECONDS_AT - len(_MAGIC))
+    target[: len(_MAGIC)] = _MAGIC
+
+
+def _copy(target: memoryview, array: ByteArray, start: int) -> int:
+    """Copy an array to a position in memory, and return the sum of its words, as a checksum."""
+    total = 0
+    for first in range(0, len(array), _BLOCK_BYTES):
+        block = array[first : first + _BLOCK_BYTES]
+        np.frombuffer(target, np.uint8, len(block), start + first)[:] = block
+        total += int(np.frombuffer(target, np.uint64, _aligned(len(block)) // 8, start + first).sum())
+    return total
+
+
+def read_header(source: Any) -> tuple[StateId | None, int]:
+    """Return the identity of the state in some memory, and its size in bytes; None and 0 if there is no complete one.
+
+    Args:
+        source: The memory, or its first :data:`HEADER_BYTES`.
+    """
+    header = _parse(source[:HEADER_BYTES])
+    return (StateId(*header["id"]), header["size"]) if header else (None, 0)
+
+
+class StateReader(Sequence[ByteArray]):
+    """The arrays of a rank's state in memory, without the first one, the description.
+
+    Each array is read, and compared with its checksum, on access.
+
+    Args:
+        identity: The identity of the state.
+        read: Function that returns the bytes of the state from a first one to a last one (exclusive).
+
+    Raises:
+        RecoveryPointError: On access, if the memory is damaged or has another state.
+    """
+
+    def __init__(self, identity: StateId, read: Callable[[int, int], Any]) -> None:
+        self._identity = identity
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._index) - 1
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._array(number + 1)
+
+    def description(self) -> Any:
+        """Return the description that the rank has pickled."""
+        return pickle.loads(self._array(0).data)
+
+    @cached_property
+    def _index(self) -> list[tuple[int, int, int, int]]:
+        """First and last byte (exclusive) of each array, with its length and its checksum."""
+        header = _parse(self._read(0, HEADER_BYTES))
+        self._check(bool(header) and StateId(*header["id"]) == self._identity)
+        first = _first_array(header["arrays"])
+        index = np.frombuffer(self._read(HEADER_BYTES, first), np.uint64).reshape(-1, 2)[: header["arrays"]]
+        self._check(int(index.sum()) == header["sum"])
+        bounds = [*accumulate((_aligned(int(length)) for length, _ in index), initial=first)]
+        return [(start, stop, *row) for start, stop, row in zip(bounds, bounds[1:], index.tolist(), strict=False)]
+
+    def _array(self, number: int) -> ByteArray:
+        start, stop, length, checksum = self._index[number]
+        data = self._read(start, stop)
+        self._check(int(np.frombuffer(data, np.uint64).sum()) == checksum)
+        return np.frombuffer(data, np.uint8, length)
+
+    def _check(self, is_equal: bool) -> None:
+        if not is_equal:
+            *_, step, _, _, rank = self._identity
+            raise RecoveryPointError(f"the recovery point of rank {rank}, step {step} is damaged or was overwritten")
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _first_array(count: int) -> int:
+    """Return the offset of the first array, after the header and the length and checksum of each."""
+    return HEADER_BYTES + _aligned(16 * count)
+
+
+def _parse(header: Any) -> Any:
+    """Return the parsed header of a state, or None if there is no complete one."""
+    text = bytes(header[:TRANSFER_SECONDS_AT])
+    try:
+        return json.loads(text[len(_MAGIC) :]) if text.startswith(_MAGIC) else None
+    except ValueError:  # it is being overwritten
+        return None
+
+
+class RecoveryPoints:
+    """The recovery points of one rank: decides when to make them, and makes them.
+
+    Args:
+        interval: Number of steps from one to the next; ``"auto"``; or ``"off"``.
+
+    Attributes:
+        every: The current interval in steps; 0: no recovery points are made.
+        seconds: Seconds for which the last one blocked the loop.
+        step: Step of the last one; 0: none was made.
+    """
+
+    def __init__(self, interval: int | str, run_id: str, rank: int, world_size: int) -> None:
+        is_number = isinstance(interval, int) and interval >= 1
+        if not is_number and interval not in ("auto", "off"):
+            raise ValueError(f'recovery_points={interval!r}: give a number of steps, "auto" or "off"')
+        self._memory = memory if interval != "off" else None
+        self._is_auto = interval == "auto"
+        self._shortest = interval if isinstance(interval, int) else 1
+        self.every = self._shortest if self._memory else 0
+        self.seconds = 0.0
+        self.step = 0
+        self._size_and_rank = (world_size, rank)
+        self._run_id = run_id
+        self._made = 0
+        self._files: list[memoryview] = []  # the newest comes last
+        self._needed = 0  # bytes of a file; 0: not known yet
+        self._step_seconds = math.inf  # the shortest time of a step between two points
+        self._made_at = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """True unless recovery points are off."""
+        return self._memory is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if there is memory for recovery points."""
+        return self.is_on and len(self._files) == FILES
+
+    def read_restored(self) -> list[StateReader]:
+        """Return the states of the recovery point to restore, by rank; empty: there is none."""
+        states: list[StateReader] = self._memory.read_restored() if self._memory else []
+        return states
+
+    def plan(self, between_failures_seconds: float) -> int:
+        """Return the interval in steps from now on. Rank 0 decides it for all ranks."""
+        if self._memory is None:
+            return 0
+        transfers = [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
+        seconds = _TRANSFERS * min(filter(None, transfers), default=0.0)
+        if self._is_auto and self._made >= _UNMEASURED:
+            best = best_interval(self.seconds, between_failures_seconds)
+            seconds = max(seconds, best, self.seconds / _MAX_BLOCKED)
+        return max(self._shortest, math.ceil(seconds / self._step_seconds - _ROUNDING))
+
+    def turn_off(self, reason: str) -> None:
+        """Make no more recovery points, and log the reason."""
+        if self._memory is not None:
+            logger.warning("Recovery points in memory are off, and restarts continue from checkpoints: %s", reason)
+        self._memory = None
+
+    def make(self, step: int, required_step: int, capture: Callable[[], RankState]) -> None:
+        """Copy the state after a step into memory, in place of the recovery point before the last.
+
+        If that is not possible, log it, and make no more recovery points. Training goes on.
+
+        Args:
+            step: Optimizer steps that are done.
+            required_step: The last step before it that must be saved to a checkpoint.
+            capture: Function that returns the state.
+        """
+        try:
+            self._make(step, required_step, capture)
+        except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
+            self.turn_off(str(error))
+
+    def _make(self, step: int, required_step: int, capture: Callable[[], RankState]) -> None:
+        if self._memory is None:
+            return
+        if self._files and self._memory.is_lost():
+            self._files = []
+            time.sleep(_LOST_SECONDS)
+        began = time.monotonic()
+        if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
+            target = self._memory.reserve(self._needed)
+            if target is None:
+                return
+            self._files = [target, *self._files[-1:]]
+        description, captured = capture()
+        arrays = [np.frombuffer(pickle.dumps(description), np.uint8), *captured]
+        size = state_size(arrays)
+        if not self._files or size > len(self._files[0]):
+            self._needed = size + size // 16 + _BLOCK_BYTES
+            return
+        if step != self.step:
+            self._files.append(self._files.pop(0))
+        elif size > len(self._files[-1]):
+            return
+        identity = (self._run_id, self._memory.attempt, self._memory.group, step, required_step, *self._size_and_rank)
+        write_state(self._files[-1], StateId(*identity), arrays)
+        if self.step and step > self.step:
+            self._step_seconds = min(self._step_seconds, (began - self._made_at) / (step - self.step))
+        self.seconds = time.monotonic() - began
+        self._made += 1
+        self._made_at = began
+        self.step = step

@@ -1,0 +1,348 @@
+"""The memory of recovery points: a keeper on each node of the run, which holds it, and its use by the workers there.
+
+The state of a rank is in an anonymous file (``memfd``) of the keeper, an actor that outlives workers and drivers. The
+worker maps the file into its memory, so that a recovery point costs one copy. The kernel frees the file with the last
+process that has it, however that process ends. Unlike a file in ``/dev/shm``, it is not limited to the size of that
+mount, which is 64 MiB in most containers. Ray's object store cannot hold the states: its objects die with the process
+that made them.
+
+Each keeper replicates the states of its node to the keeper of another node, from where they are read if the node is
+lost.
+
+Uses ``ray._private.utils``, which knows the memory of a container.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import ray
+
+from prefect_elastic_train.loop.recovery_points import (
+    FILES,
+    HEADER_BYTES,
+    TRANSFER_SECONDS_AT,
+    StateId,
+    StateReader,
+    read_header,
+)
+
+NAMESPACE = "elastic-train"
+#: Seconds for which a keeper lives without a controller: for the delays between attempts, and for a resume by hand.
+_EXIT_AFTER_SECONDS = 900.0
+#: Seconds for which a keeper waits for the end of workers that may still write a state.
+_WRITER_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_REPLICATE_SECONDS = 0.005  # between two checks for a new state
+_RETRY_SECONDS = 0.5  # between two requests for memory
+_TRANSFER_SECONDS = 30.0  # timeout of a call that sends bytes to another node, or reads them there
+_CHUNK_BYTES = 64 * 2**20
+_MAX_FAILURES = 3  # transfers in a row that may fail, as at a restart, before that is logged
+_USABLE = 0.9  # share of a node's memory that may be used; Ray kills workers at 0.95
+
+logger = logging.getLogger(__name__)
+
+
+def keeper_name(run_id: str, node_id: str) -> str:
+    """Return the name of the keeper of a run on a node, in :data:`NAMESPACE`."""
+    return f"recovery-points-{run_id}-{node_id}"
+
+
+class StoredState(NamedTuple):
+    """The state of a rank in the memory of a keeper.
+
+    Attributes:
+        identity: The identity of the state.
+        node_id: The node of the keeper.
+        path: The keeper's file, as other processes of the node see it.
+    """
+
+    identity: StateId
+    node_id: str
+    path: str
+
+
+class _File(NamedTuple):
+    """A file of a keeper.
+
+    Attributes:
+        group: Attempt and number of the worker group that writes it.
+        rank: The rank whose state it has.
+        is_replica: True if that rank is on another node.
+        descriptor: The file descriptor.
+        memory: The file, mapped for reading.
+    """
+
+    group: tuple[int, int]
+    rank: int
+    is_replica: bool
+    descriptor: int
+    memory: memoryview
+
+    @property
+    def step(self) -> int:
+        identity, _ = read_header(self.memory)
+        return identity.step if identity else -1
+
+
+class Keeper:
+    """The actor that holds the states of the ranks on its node. It exits some time after the last heartbeat.
+
+    Args:
+        run_id: The id of the run.
+        node_id: The node.
+        memory_fraction: Largest share of the node's memory that it holds.
+    """
+
+    def __init__(self, run_id: str, node_id: str, memory_fraction: float) -> None:
+        from ray._private.utils import get_system_memory
+
+        self._run_id = run_id
+        self._node_id = node_id
+        self._total = get_system_memory()
+        self._limit = memory_fraction * self._total
+        self._files: dict[str, _File] = {}  # by path
+        self._lock = threading.Lock()
+        self._neighbor = ""
+        self._failures = 0  # transfers in a row that have failed
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._replicate, daemon=True).start()
+
+    def heartbeat(self, neighbor: str) -> None:
+        """Record that a controller still needs this keeper, and the node to replicate to; empty: none."""
+        self._heard_at = time.monotonic()
+        self._neighbor = neighbor
+
+    def reserve(self, group: tuple[int, int], rank: int, size: int, is_replica: bool = False) -> str:
+        """Allocate a file for the state of a rank. If the rank has two files, free the one with the older state.
+
+        Returns:
+            The path; empty while files of earlier worker groups leave no room, until this one commits a checkpoint.
+
+        Raises:
+            MemoryError: There is not so much memory.
+        """
+        from ray._private.utils import get_used_memory
+
+        with self._lock:
+            paths = [path for path, file in self._files.items() if file[:3] == (group, rank, is_replica)]
+            if len(paths) >= FILES:
+                self._free(min(paths, key=lambda path: self._files[path].step))
+            used = sum(len(file.memory) for file in self._files.values() if file.is_replica or not is_replica)
+            limit = self._limit / 2 if is_replica else self._limit  # the states of this node come first
+            free = int(_USABLE * self._total) - get_used_memory()
+            if used + size > limit or size > free:
+                if any(file.group < group for file in self._files.values()):
+                    return ""
+                raise MemoryError(
+                    f"a file of {size:,} bytes does not fit: recovery points use {used:,} bytes of this node, of at "
+                    f"most {limit:,.0f} (recovery_memory_fraction), and {free:,} are free"
+                )
+            descriptor = os.memfd_create("recovery-point", os.MFD_ALLOW_SEALING)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # so that the first copy is as fast as the later ones
+                self._files[path] = _File(group, rank, is_replica, descriptor, open_file(path))
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return path
+
+    def states(self) -> list[StoredState]:
+        """Return the complete states that no process can change any more.
+
+        A file that a worker may still write is waited for, since the worker may be about to end, and then left out.
+        """
+        self._heard_at = time.monotonic()
+        deadline = time.monotonic() + _WRITER_SECONDS
+        states = []
+        for path, file in [*self._files.items()]:
+            while not (is_final := _forbid_writes(file.descriptor)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            identity, _ = read_header(file.memory)
+            if identity and is_final:
+                states.append(StoredState(identity, self._node_id, path))
+        return states
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Return bytes of a state, for a worker on another node."""
+        return bytes(self._files[path].memory[start:stop])
+
+    def write_replica(self, identity: StateId, size: int, path: str, start: int, data: bytes, header: bytes) -> str:
+        """Write bytes of the state of a rank on another node.
+
+        Args:
+            identity: The identity of the state.
+            size: Bytes of the state.
+            path: The file; empty: a new one.
+            start: Position of the bytes.
+            data: The bytes.
+            header: The header of the state, with its last bytes; empty before.
+
+        Returns:
+            The path of the file.
+        """
+        path = path or self.reserve((identity.attempt, identity.group), identity.rank, size, is_replica=True)
+        if not path:
+            raise MemoryError("earlier worker groups use the memory")
+        os.pwrite(self._files[path].descriptor, data, start)
+        os.pwrite(self._files[path].descriptor, header, 0)
+        return path
+
+    def free_before(self, group: tuple[int, int]) -> None:
+        """Free the memory of all worker groups before one."""
+        with self._lock:
+            for path in [path for path, file in self._files.items() if file.group < group]:
+                self._free(path)
+
+    def _free(self, path: str) -> None:
+        os.close(self._files.pop(path).descriptor)
+
+    def _replicate(self) -> None:
+        """Send new states of this node's ranks to the neighbor, in a loop. Exit without heartbeats."""
+        sent: dict[int, StateId] = {}
+        while time.monotonic() - self._heard_at < _EXIT_AFTER_SECONDS:
+            time.sleep(_REPLICATE_SECONDS if self._neighbor else _RETRY_SECONDS)
+            if self._neighbor:
+                self._send_new(sent)
+        os._exit(0)
+
+    def _send_new(self, sent: dict[int, StateId]) -> None:
+        """Send the newest state of each rank of this node if it is newer than the one sent before."""
+        newest: dict[int, tuple[StateId, _File]] = {}
+        for file in [*self._files.values()]:
+            identity = None if file.is_replica else read_header(file.memory)[0]
+            known = newest[file.rank][0] if file.rank in newest else sent.get(file.rank, ())
+            if identity and identity > known:
+                newest[file.rank] = (identity, file)
+        began = time.monotonic()
+        for rank, (identity, file) in newest.items():
+            sent[rank] = identity
+            try:
+                self._send(file.memory)
+                self._failures = 0
+            except Exception as error:  # noqa: BLE001 - a lost node, too little memory there, or an ended group
+                self._failures += 1
+                if self._failures == _MAX_FAILURES:
+                    reason = getattr(error, "cause", error)
+                    logger.warning("Cannot copy recovery points to another node: %s", reason)
+        seconds = struct.pack("d", 0.0 if self._failures else time.monotonic() - began)
+        for _, file in newest.values():
+            with suppress(OSError):  # the worker group has ended, and the file is read-only
+                os.pwrite(file.descriptor, seconds, TRANSFER_SECONDS_AT)
+
+    def _send(self, memory: memoryview) -> None:
+        """Send a state to the neighbor. If it is overwritten meanwhile, the neighbor keeps an incomplete one."""
+        keeper = ray.get_actor(keeper_name(self._run_id, self._neighbor), NAMESPACE)
+        header = bytes(memory[:TRANSFER_SECONDS_AT])
+        identity, size = read_header(header)
+        if identity is None:
+            return
+        path = ""
+        for start in range(HEADER_BYTES, size, _CHUNK_BYTES):
+            data = bytes(memory[start : min(start + _CHUNK_BYTES, size)])
+            is_whole = start + _CHUNK_BYTES >= size and memory[:TRANSFER_SECONDS_AT] == header
+            request = keeper.write_replica.remote(identity, size, path, start, data, header if is_whole else b"")
+            path = ray.get(request, timeout=_TRANSFER_SECONDS)
+
+
+def _forbid_writes(descriptor: int) -> bool:
+    """Forbid all later writes to a file; return False while another process can write it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    except OSError:
+        return False
+    return True
+
+
+def open_file(path: str, write: bool = False) -> memoryview:
+    """Map a keeper's file into memory. Without ``write``, what is written there stays in this process."""
+    descriptor = os.open(path, os.O_RDWR if write else os.O_RDONLY)
+    try:
+        mapping = mmap.mmap(descriptor, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE if write else mmap.MAP_PRIVATE)
+        mapping.madvise(mmap.MADV_DONTFORK)  # processes of a data loader would keep the file writable
+        return memoryview(mapping)
+    finally:
+        os.close(descriptor)
+
+
+class WorkerMemory:
+    """The memory of this worker's recovery points, in the keeper of its node.
+
+    Attributes:
+        attempt: The number of the attempt.
+        group: The number of worker groups that the attempt had started.
+    """
+
+    def __init__(
+        self, run_id: str, attempt: int, group: int, rank: int, restored: Sequence[Sequence[StoredState]]
+    ) -> None:
+        self.attempt = attempt
+        self.group = group
+        self._run_id = run_id
+        self._rank = rank
+        self._restored = restored
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._path = ""
+        self._request: Any = None
+        self._requested_at = 0.0
+
+    def reserve(self, size: int) -> memoryview | None:
+        """Request memory of at least ``size`` bytes, without waiting for it.
+
+        Returns:
+            The memory, once it is there. None: call again later.
+
+        Raises:
+            MemoryError: There will be no such memory.
+        """
+        try:
+            if self._request is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
+                self._requested_at = time.monotonic()
+                keeper = self._keeper(self._node_id)
+                self._request = keeper.reserve.remote((self.attempt, self.group), self._rank, size)
+            elif self._request is not None and ray.wait([self._request], timeout=0)[0]:
+                request, self._request = self._request, None
+                if path := ray.get(request):
+                    self._path = path
+                    self._requested_at = 0.0
+                    return open_file(path, write=True)
+        except ray.exceptions.RayTaskError as error:
+            raise MemoryError(str(error.cause)) from None
+        except (ray.exceptions.RayError, FileNotFoundError, ValueError):
+            self._request = None  # there is no keeper yet, or it has just died
+        return None
+
+    def is_lost(self) -> bool:
+        """Return True if the keeper has died, which does not free memory that this worker has mapped."""
+        return bool(self._path) and not os.path.exists(self._path)
+
+    def read_restored(self) -> list[StateReader]:
+        """Return the states, by rank, of the recovery point that this worker group restores; empty: none."""
+        return [self._reader(locations) for locations in self._restored]
+
+    def _reader(self, locations: Sequence[StoredState]) -> StateReader:
+        location = min(locations, key=lambda location: location.node_id != self._node_id)
+        if location.node_id == self._node_id:
+            file = open_file(location.path)
+            return StateReader(location.identity, lambda start, stop: file[start:stop])
+        keeper = self._keeper(location.node_id)
+
+        def read(start: int, stop: int) -> bytearray:
+            chunks = ((first, min(first + _CHUNK_BYTES, stop)) for first in range(start, stop, _CHUNK_BYTES))
+            requests = (keeper.read.remote(location.path, *chunk) for chunk in chunks)
+            return bytearray().join(ray.get(request, timeout=_TRANSFER_SECONDS) for request in requests)
+
+        return StateReader(location.identity, read)
+
+    def _keeper(self, node_id: str) -> Any:
+        return ray.get_actor(keeper_name(self._run_id, node_id), NAMESPACE)
