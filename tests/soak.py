@@ -46,12 +46,13 @@ TITLES = {
     "head": "gcs_server",
     "raylet": "raylet/raylet",
     "standby": "ray::RayTrainWorker",
+    "keeper": "ray::Keeper",
 }
 FROZEN = "frozen "
 PROCESSES = (WORKER, DRIVER, FLOW, "guard", *TITLES)
 KINDS = {
     "local": (*PROCESSES, *(FROZEN + one for one in PROCESSES), API, DISK),
-    "nodes": (WORKER, DRIVER, FLOW, "guard", "standby", FROZEN + WORKER, NODE, DRAIN, GROWTH, GROWTH),
+    "nodes": (WORKER, DRIVER, FLOW, "guard", "standby", "keeper", FROZEN + WORKER, NODE, DRAIN, GROWTH, GROWTH),
     "bucket": (WORKER, DRIVER, FLOW, STORAGE, STORAGE, OUTAGE),
 }
 #: Calls between Ray's processes of which some are lost, by Ray's own means.
@@ -93,6 +94,7 @@ class Episode:
             "save_every": every,
             "steps": of_epoch * (STEPS // of_epoch),
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
+            "recovery_points": chance.choice([1, 1, 5, "auto"]),
         }
         # One save is uploaded while the next steps are done. Where saves come often the report of the one before may
         # still wait for the controller, which looks each 0.1 s; a bucket in trouble keeps that with the commit of a
@@ -287,7 +289,8 @@ class Episode:
 
         def left() -> list[psutil.Process]:
             there = self._cluster.processes() if self._cluster is not None else []
-            return [*flow.marked(), *titled(there, "RayTrainWorker"), *titled(there, "TrainController")]
+            titles = ("RayTrainWorker", "TrainController", "ray::Keeper")
+            return [*flow.marked(), *(process for title in titles for process in titled(there, title))]
 
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not left(), 15)
