@@ -66,6 +66,8 @@ class Side:
 
 SAME_POLL = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_SECONDS)}
 OURS = Side("ours", "ours", needs_prefect=True)
+OURS_POINTS = Side("ours-points", "ours-points", needs_prefect=True)
+"""With a session that makes a recovery point at each step."""
 RAW_DEFAULT = Side("raw-default", "raw")
 RAW_SAME_POLL = Side("raw-same-poll", "raw", SAME_POLL)
 TORCHRUN = Side("torchrun", "torchrun", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})

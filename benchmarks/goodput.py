@@ -1,8 +1,9 @@
 """How much of the wall time counts while things die: `python -m benchmarks.goodput`.
 
-The same training under the same seeded schedule of kills: elastic_train; raw Ray Train in a shell loop that starts it
-again; elastic torchrun in the same shell loop. A worker or the driver is killed (torchrun: its agent), by a Poisson
-process. What is killed while nothing of it lives is none; nobody waits for anything to recover.
+The same training under the same seeded schedule of kills: elastic_train; the same with a session and recovery points;
+raw Ray Train in a shell loop that starts it again; elastic torchrun in the same shell loop. A worker or the driver is
+killed (torchrun: its agent), by a Poisson process. A kill without a living target is left out, and no kill waits for a
+recovery.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import psutil
 
 from benchmarks.common import (
     OURS,
+    OURS_POINTS,
     RAW_DEFAULT,
     TORCHRUN,
     Side,
@@ -42,8 +44,13 @@ STEP_SECONDS, CHECKPOINT_EVERY = 0.1, 20
 PATIENCE = 6.0
 """A side that takes so many times as long as undisturbed has failed."""
 FAILURES = 1000
-SIDES = (OURS, RAW_DEFAULT, TORCHRUN)
-DRIVERS = {"ours": "prefect_elastic_train.driver", "raw": "benchmarks.sides", "torchrun": "torch.distributed.run"}
+SIDES = (OURS, OURS_POINTS, RAW_DEFAULT, TORCHRUN)
+DRIVERS = {
+    "ours": "prefect_elastic_train.driver",
+    "ours-points": "prefect_elastic_train.driver",
+    "raw": "benchmarks.sides",
+    "torchrun": "torch.distributed.run",
+}
 """What is in the command line of a side's driver or agent, and of no other process of that side but its workers."""
 
 
@@ -90,7 +97,7 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
     """Run a side to its end under the schedule of a seed."""
     loop = LoopSettings(steps=steps, step_seconds=STEP_SECONDS, checkpoint_every=CHECKPOINT_EVERY)
     most = PATIENCE * steps * STEP_SECONDS
-    with workbench.run(side, loop, restart_forever=side is not OURS, failures=FAILURES) as run:
+    with workbench.run(side, loop, restart_forever=not side.needs_prefect, failures=FAILURES) as run:
         kills, due = 0, run.started
         for fault in poisson((WORKER, DRIVER), seed, mean):
             due += fault.wait_seconds
@@ -157,7 +164,7 @@ def main() -> int:
     samples: dict[str, list[Sample]] = {side.name: [] for side in SIDES}
     failed, load_before = 0, os.getloadavg()[0]
     warm_up()
-    with Workbench(with_prefect=OURS in chosen) as workbench:
+    with Workbench(with_prefect=any(side.needs_prefect for side in chosen)) as workbench:
         for repeat in range(arguments.repeats):
             for side in rotated(chosen, repeat):
                 try:

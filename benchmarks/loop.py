@@ -1,9 +1,10 @@
 """What a session costs and how well it chooses when to save: `python -m benchmarks.loop`.
 
-`blocked`: a training's standstill at a save by the session, to one by `torch.save` and a report that waits. `overhead`:
-steps a second with a session's batches and step, to a loop written by hand. `cadence`: the share of time that is kept
-with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings whose worker
-is killed again and again.
+`blocked`: a training's standstill at a save by the session, to one by `torch.save` and a report that waits. `points`:
+its standstill at a recovery point, to a plain copy of the state in memory, and steps a second with and without.
+`overhead`: steps a second with a session's batches and step, to a loop written by hand. `cadence`: the share of time
+that is kept with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings
+whose worker is killed again and again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from prefect_elastic_train import loop
 from tests.support.s3 import FaultProxy, MotoServer
 
 MIB = 2**20
-PARTS = ("blocked", "overhead", "cadence", "run")
+PARTS = ("blocked", "points", "overhead", "cadence", "run")
 SIZES = (100 * MIB, 1024 * MIB)
 SAVES = 5
+POINTS, WARM_POINTS = 20, 10
+#: Length of the steps between recovery points, and the size of the state, of which the steps a second are measured.
+POINT_STEP_SECONDS, POINT_BYTES, POINT_STEPS = 0.3, 16 * MIB, 100
 OVERHEAD_STEPS, OVERHEAD_ROUNDS = 50, 60
 #: Simulated: mean time between failures and seconds that a save takes; and what a restart takes.
 FAILURES, COSTS, RESTART_SECONDS = (300, 1800, 7200, 86400), (1, 5, 20, 60, 120), 30.0
@@ -67,6 +71,29 @@ def blocked_loop(config: dict[str, Any]) -> None:
             found["session"].append(time.monotonic() - began)
             time.sleep(1 + 2 * found["by hand"][-1])  # uploaded by then
     Path(config["results"]).write_text(json.dumps(found))
+
+
+def points_loop(config: dict[str, Any]) -> None:
+    """Make a recovery point after each step, and write how long it stood still, and a plain copy before it took."""
+    import numpy as np
+
+    model = _model(config["bytes"])
+    source, target = np.ones(config["bytes"], np.uint8), np.ones(config["bytes"], np.uint8)
+    found: dict[str, list[float]] = {"plain copy": [], "recovery point": [], "step": []}
+    plan: dict[str, Any] = {"global_batch": 1, "save_every": 10**6, "recovery_points": config["points"]}
+    with loop.session(loop.TorchState(model=model), steps=10**6, **plan) as session:
+        while len(found["step"]) < config["steps"] + WARM_POINTS:
+            if config["copies"]:
+                began = time.monotonic()
+                np.copyto(target, source)
+                found["plain copy"].append(time.monotonic() - began)
+            began = time.monotonic()
+            time.sleep(config["seconds"])
+            session.step()
+            if session.recovery_points.step or config["points"] == "off":
+                found["recovery point"].append(session.recovery_points.seconds)
+                found["step"].append(time.monotonic() - began)
+        Path(config["results"]).write_text(json.dumps({name: one[-config["steps"] :] for name, one in found.items()}))
 
 
 def overhead_loop(config: dict[str, Any]) -> None:
@@ -182,6 +209,44 @@ def measure_blocked(repeats: int) -> list[str]:
                     rows.append([what, *(summary(seconds, 3) for seconds in found.values())])
                     targets.append(ratio_target(f"blocked [s], {what}", found["session"], found["by hand"], limit=0.05))
     print(markdown_table(["state", "by hand, s", "session, s"], rows))
+    return targets
+
+
+def measure_points(repeats: int) -> list[str]:
+    """Print how long a loop stands still at a recovery point, and its steps a second, and return the targets."""
+    from prefect_elastic_train import ElasticScaling, LocalStorage, elastic_train
+
+    rows, targets = [], []
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+
+        def measured(**config: Any) -> dict[str, list[float]]:
+            results = Path(folder, "results.json")
+            config |= {"results": str(results)}
+            elastic_train(
+                "benchmarks.loop:points_loop",
+                train_loop_config=config,
+                storage=LocalStorage(path=f"{folder}/runs"),
+                scaling=ElasticScaling(standby="off"),
+            )
+            found: dict[str, list[float]] = json.loads(results.read_text())
+            return found
+
+        for size in SIZES:
+            found = measured(bytes=size, points=1, copies=True, seconds=0.5, steps=POINTS * repeats)
+            what = f"{size // MIB} MiB"
+            rows.append([what, summary(found["plain copy"], 4), summary(found["recovery point"], 4)])
+            ratio = (f"recovery point to plain copy, {what}", found["recovery point"], found["plain copy"])
+            targets.append(ratio_target(*ratio, limit=2.0))
+        with_points, without = (
+            measured(bytes=POINT_BYTES, points=points, copies=False, seconds=POINT_STEP_SECONDS, steps=POINT_STEPS)
+            for points in (1, "off")
+        )
+    rate = sum(without["step"]) / sum(with_points["step"])
+    targets.append(
+        f"- steps a second with a recovery point of {POINT_BYTES // MIB} MiB each {POINT_STEP_SECONDS} s, to "
+        f"those without: {rate:.3f} (>= 0.98): {'PASS' if rate >= 0.98 else 'FAIL'}"
+    )
+    print(markdown_table(["state", "plain copy, s", "recovery point, s"], rows))
     return targets
 
 

@@ -33,6 +33,7 @@ class LoopSettings:
             Only in a Ray Train loop under elastic_train.
         work_seconds: Processor time that each step takes besides, in seconds; in Ray Train loops.
         lines_per_second: Lines of output of a run that is only simulated.
+        upload_seconds: Time by which each upload of a checkpoint takes longer; in the loop with a session.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
@@ -43,6 +44,7 @@ class LoopSettings:
     asks: bool = False
     work_seconds: float = 0.0
     lines_per_second: float = 0.0
+    upload_seconds: float = 0.0
     ledger: str = ""
 
     def steps_after_checkpoint(self, step: int) -> int:
@@ -163,6 +165,44 @@ def ray_loop(config: dict[str, Any]) -> None:
                 torch.save(_state(step, model, optimizer), Path(directory) / CHECKPOINT_FILE)
                 saved = train.Checkpoint.from_directory(directory)
             train.report({"step": step, "loss": loss}, checkpoint=saved)
+
+
+def session_loop(config: dict[str, Any]) -> None:
+    """The loop with a session, which makes a recovery point at each step besides the checkpoints.
+
+    Args:
+        config: `LoopSettings` as a dictionary.
+    """
+    import numpy as np
+    import torch
+    from ray import train
+    from ray.train.torch import prepare_model
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    from prefect_elastic_train import loop
+
+    settings = LoopSettings(**config)
+    context = train.get_context()
+    storage = get_train_context().storage_context
+    persist = storage.persist_current_checkpoint
+
+    def persist_slowly(*arguments: Any) -> Any:
+        time.sleep(settings.upload_seconds)
+        return persist(*arguments)
+
+    storage.persist_current_checkpoint = persist_slowly
+    model, optimizer = _model_and_optimizer()
+    wrapped = prepare_model(model)
+    state = loop.TorchState(model=wrapped, optimizer=optimizer)
+    plan = {"steps": settings.steps, "global_batch": WORKERS, "save_every": settings.checkpoint_every}
+    with loop.session(state, **plan, recovery_points=1) as session:
+        ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), session.done)
+        for _ in session.batches(np.arange(1000)):
+            loss = _train_step(wrapped, optimizer, settings.step_seconds)
+            ledger.mark(session.done + 1)
+            session.step({"loss": loss})
+    if context.get_world_rank() == 0:  # for the check of the weights
+        torch.save(_state(settings.steps, model, optimizer), Path(settings.ledger).parent / "storage" / CHECKPOINT_FILE)
 
 
 def metrics_loop(config: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """What a `kill -9` costs: elastic_train against raw Ray Train and torchrun: `python -m benchmarks.recovery`.
 
 In each run of a side a worker is killed, then the driver (torchrun: a worker only). The raw driver is
-restarted by a shell loop around the script, as by hand; elastic_train restarts its own.
+restarted by a shell loop around the script, as by hand; elastic_train restarts its own. Where a node is lost, the side
+trains on a cluster of two.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 
+from benchmarks.cluster import KILL, GrowingCluster
 from benchmarks.common import (
     OURS,
+    OURS_POINTS,
     POLL_SECONDS,
     RAW_DEFAULT,
     RAW_SAME_POLL,
@@ -44,11 +48,14 @@ WARM_SECONDS = 75.0
 """Training time of each worker group before the next kill, on all sides: ours has its standby workers and its
 pre-started driver by then."""
 
-SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
-WORKER, DRIVER = "worker", "driver"
+SIDES = (OURS, OURS_POINTS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
+WORKER, DRIVER, NODE = "worker", "driver", "node"
+RAW_ON_NODES = Side("raw-default", "raw-growing")
 ROWS = [f"{case}/{side.name}" for case in (WORKER, DRIVER) for side in SIDES if (case, side) != (DRIVER, TORCHRUN)]
+ROWS += [f"{NODE}/{side.name}" for side in (OURS_POINTS, RAW_ON_NODES)]
 DRIVER_ARGUMENT = {
     "ours": "prefect_elastic_train.driver",
+    "ours-points": "prefect_elastic_train.driver",
     "ours-warm": "prefect_elastic_train.driver",
     "raw": "benchmarks.sides",
 }
@@ -74,20 +81,26 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def kill_and_measure(run: SideRun, side: Side, case: str, is_due: Callable[[LedgerLine], bool]) -> Sample:
-    """Kill a worker or the driver once a step `is_due`, and wait for the first new step."""
+def kill_and_measure(
+    run: SideRun, side: Side, case: str, is_due: Callable[[LedgerLine], bool], cluster: GrowingCluster | None = None
+) -> Sample:
+    """Kill a worker, the driver or a node of `cluster` once a step `is_due`, and wait for the first new step."""
     run.wait_for_line(is_due, f"the step to kill the {case} after")
     if case == WORKER:
         victim = next(line.pid for line in reversed(run.ledger.read()) if line.rank == WORKERS - 1)
+        kill = partial(os.kill, victim, signal.SIGKILL)
+    elif cluster is not None:
+        kill = partial(cluster.take_node, KILL)
     else:
         drivers = run.processes_running(DRIVER_ARGUMENT[side.entry_point])
         if not drivers:
             raise run.failed("has no driver process")
         victim = min(drivers, key=psutil.Process.create_time).pid  # a younger one is pre-started
+        kill = partial(os.kill, victim, signal.SIGKILL)
     before = run.ledger.read()
     old = {line.pid for line in before}
     killed_at = time.time()
-    os.kill(victim, signal.SIGKILL)
+    kill()
     new = run.wait_for_line(lambda line: line.pid not in old, f"a new step after the kill of the {case}")
     last = max((line for line in run.ledger.read() if line.rank == 0 and line.pid in old), key=lambda line: line.at)
     return Sample(
@@ -95,7 +108,7 @@ def kill_and_measure(run: SideRun, side: Side, case: str, is_due: Callable[[Ledg
         redone=max(0, last.step - new.step + 1),
         old_ran_on=max(0.0, last.at - killed_at),
         world_size=new.world_size,
-        parts=parts_of(run, killed_at, new.at) if side is OURS else {},
+        parts=parts_of(run, killed_at, new.at) if side.needs_prefect else {},
     )
 
 
@@ -118,16 +131,17 @@ def parts_of(run: SideRun, killed_at: float, new_at: float) -> dict[str, float]:
 
 
 def measure(
-    workbench: Workbench, side: Side, cases: list[str], phase: int, checkpoint_every: int
+    workbench: Workbench, side: Side, cases: list[str], phase: int, checkpoint_every: int, upload_seconds: float
 ) -> Iterator[tuple[str, Sample]]:
     """Run a side and kill what `cases` names, one after the other.
 
     Args:
         workbench: Where to run it.
         side: What to run.
-        cases: `WORKER`, `DRIVER` or both.
+        cases: Any of `WORKER`, `DRIVER` and `NODE`.
         phase: Each kill comes so many steps after a checkpoint.
         checkpoint_every: Steps from one checkpoint to the next.
+        upload_seconds: Time by which each upload of a checkpoint takes longer.
 
     Yields:
         Each case with what it cost.
@@ -137,12 +151,26 @@ def measure(
         is_warm = line.at >= warm_at and line.world_size == WORKERS
         return line.rank == 0 and is_warm and line.step % checkpoint_every == phase % checkpoint_every
 
-    loop = LoopSettings(steps=100_000, step_seconds=STEP_SECONDS, checkpoint_every=checkpoint_every)
+    loop = LoopSettings(
+        steps=100_000,
+        step_seconds=STEP_SECONDS,
+        checkpoint_every=checkpoint_every,
+        upload_seconds=upload_seconds,
+    )
     with workbench.run(side, loop, restart_forever=side.entry_point == "raw") as run:
-        for case in cases:
+        for case in [case for case in cases if case != NODE]:
             run.wait_for_line(lambda line: True, "the first step")
             warm_at = time.time() + WARM_SECONDS
             yield case, kill_and_measure(run, side, case, is_due)
+    if NODE in cases:
+        on_nodes = RAW_ON_NODES if side is RAW_DEFAULT else side
+        with workbench.cluster() as cluster:
+            cluster.add_node()
+            cluster.add_node()
+            with workbench.run(on_nodes, loop, cluster=cluster) as run:
+                run.wait_for_line(lambda line: True, "the first step")
+                warm_at = time.time() + WARM_SECONDS
+                yield NODE, kill_and_measure(run, on_nodes, NODE, is_due, cluster)
 
 
 def targets(samples: dict[str, list[Sample]]) -> list[str]:
@@ -156,6 +184,11 @@ def targets(samples: dict[str, list[Sample]]) -> list[str]:
     for case in (WORKER, DRIVER):
         ours, other = f"{case}/{OURS.name}", f"{case}/{RAW_SAME_POLL.name}"
         lines.append(redone_target(f"steps redone, mean, {ours} to {other}", redone[ours], redone[other]))
+    for case in (WORKER, DRIVER, NODE):
+        if taken := samples.get(f"{case}/{OURS_POINTS.name}"):
+            worst = max(sample.redone for sample in taken)
+            verdict = "PASS" if worst <= 1 else "FAIL"
+            lines.append(f"- steps redone, worst, {case}/{OURS_POINTS.name}: {worst} (<= 1): {verdict}")
     return lines
 
 
@@ -186,22 +219,30 @@ def main() -> int:
         default=DEFAULT_CHECKPOINT_EVERY,
         help=f"steps of {STEP_SECONDS:g} s from one checkpoint to the next (default: {DEFAULT_CHECKPOINT_EVERY})",
     )
+    parser.add_argument(
+        "--upload-seconds",
+        type=float,
+        default=0.0,
+        help="by which each upload of ours-points takes longer (default: 0)",
+    )
     arguments = parse_arguments((__doc__ or "").splitlines()[0], ROWS, parser)
     every: int = arguments.checkpoint_every
     if every < 1:
         parser.error(f"--checkpoint-every {every}: must be at least 1")
-    cases = {side: [case for case in (WORKER, DRIVER) if f"{case}/{side.name}" in arguments.only] for side in SIDES}
+    cases = {
+        side: [case for case in (WORKER, DRIVER, NODE) if f"{case}/{side.name}" in arguments.only] for side in SIDES
+    }
     chosen = [side for side in SIDES if cases[side]]
     samples: dict[str, list[Sample]] = defaultdict(list)
     failed = 0
     load_before = os.getloadavg()[0]
     warm_up()
-    with Workbench(with_prefect=OURS in chosen) as workbench:
+    with Workbench(with_prefect=any(side.needs_prefect for side in chosen)) as workbench:
         for repeat, phase in enumerate(phases(arguments.repeats, every)):
             for side in rotated(chosen, repeat):
                 progress = f"# {repeat + 1}/{arguments.repeats}"
                 try:
-                    for case, sample in measure(workbench, side, cases[side], phase, every):
+                    for case, sample in measure(workbench, side, cases[side], phase, every, arguments.upload_seconds):
                         samples[f"{case}/{side.name}"].append(sample)
                         print(f"{progress} {case}/{side.name}: {sample}", flush=True)
                 except SideFailedError as error:
@@ -233,13 +274,11 @@ def main() -> int:
         "workers after",
     ]
     print(markdown_table(header, rows))
-    print(f"\nWhat the seconds of {OURS.name} went to:\n")
-    for case in (WORKER, DRIVER):
-        taken = samples[f"{case}/{OURS.name}"]
+    for row in [f"{case}/{side.name}" for side in (OURS, OURS_POINTS) for case in (WORKER, DRIVER, NODE)]:
+        taken = samples[row]
         parts = dict.fromkeys(part for sample in taken for part in sample.parts)
         rows = [[part, summary([sample.parts.get(part, 0.0) for sample in taken])] for part in parts]
-        print(markdown_table([f"{case} killed", "[s]"], rows))
-        print()
+        print(f"\n{markdown_table([f'What the seconds of {row} went to', '[s]'], rows)}")
     print("Targets:")
     print("\n".join(targets(samples)))
     return 1 if failed else 0

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Literal
 
-from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
+from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, session_loop, torchrun_loop
 
 NO_STANDBY = "BENCHMARK_NO_STANDBY"
 """Environment variable of a side of ours that shall have no standby workers."""
@@ -26,6 +26,14 @@ def run_ours(settings: SideSettings) -> None:
     from prefect_elastic_train import ElasticScaling
 
     _train(settings, scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()))
+
+
+def run_ours_points(settings: SideSettings) -> None:
+    """Run a flow that trains with elastic_train and a session with recovery points."""
+    from prefect_elastic_train import ElasticScaling
+
+    scaling = ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby())
+    _train(settings, train_loop=session_loop, scaling=scaling)
 
 
 def run_ours_warm(settings: SideSettings) -> None:
@@ -175,6 +183,7 @@ def run_torchrun(settings: SideSettings) -> None:
 ENTRY_POINTS = {
     "ours": run_ours,
     "ours-growing": run_ours_growing,
+    "ours-points": run_ours_points,
     "ours-reporting": run_ours_reporting,
     "ours-warm": run_ours_warm,
     "raw": run_raw,
