@@ -84,6 +84,7 @@ def points_loop(config: dict[str, Any]) -> None:
     with loop.session(loop.TorchState(model=model), steps=10**6, **plan) as session:
         while len(found["step"]) < config["steps"] + WARM_POINTS:
             if config["copies"]:
+                time.sleep(config["seconds"])  # as before a recovery point
                 began = time.monotonic()
                 np.copyto(target, source)
                 found["plain copy"].append(time.monotonic() - began)
