@@ -69,7 +69,8 @@ class JaxState(ArrayState):
 
     def capture(self) -> RankState:
         """Return this process's shards: path, dtype, shape and bounds of each, and their bytes."""
-        description, arrays = [], []
+        description = []
+        arrays = []
         for path, leaf in self._copies().items():
             whole = [(_bounds((), np.shape(leaf)), leaf)]
             shards = [
@@ -157,7 +158,8 @@ class _Leaf:
         wanted = _bounds(index, self.shape)
         if wanted in self.shards:
             return self._shard(wanted)
-        whole, known = np.empty(self.shape, self.dtype), 0
+        whole = np.empty(self.shape, self.dtype)
+        known = 0
         for bounds in self.shards:
             shard = self._shard(bounds)
             whole[tuple(slice(*bound) for bound in bounds)] = shard

@@ -304,6 +304,9 @@ class RecoveryPoints:
             return
         if self._files and self._memory.is_lost():
             self._files = []
+            logger.warning(
+                "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced"
+            )
             time.sleep(_LOST_SECONDS)
         began = time.monotonic()
         if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):

@@ -87,7 +87,6 @@ class State(Protocol):
         The session calls it on all ranks, but not for the same steps, so it must not communicate. There are recovery
         points only if one class defines this method, :meth:`restore`, :meth:`stage` and :meth:`read`.
         """
-        raise NotImplementedError
 
     def restore(self, states: list[RankState], own: int) -> None:
         """Restore the loop's state from a recovery point in memory. The session calls it on all ranks.
@@ -97,7 +96,6 @@ class State(Protocol):
                 those of all ranks. Copy the arrays.
             own: Index in ``states`` to use for values that several of them have.
         """
-        raise NotImplementedError
 
 
 def random_state() -> str:

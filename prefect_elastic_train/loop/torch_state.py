@@ -230,7 +230,8 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
             raise RecoveryPointError("the sharding has changed since the recovery point: other ranks have parts of it")
         for item in plan.items:
             written, arrays, number = self._values[item.storage_index]
-            data, form = arrays[number], written.tensor_data
+            data = arrays[number]
+            form = written.tensor_data
             if form is None:
                 planner.load_bytes(item, io.BytesIO(data.tobytes()))
                 continue

@@ -311,7 +311,8 @@ class WorkerMemory:
                 keeper = self._keeper(self._node_id)
                 self._request = keeper.reserve.remote((self.attempt, self.group), self._rank, size)
             elif self._request is not None and ray.wait([self._request], timeout=0)[0]:
-                request, self._request = self._request, None
+                request = self._request
+                self._request = None
                 if path := ray.get(request):
                     self._path = path
                     self._requested_at = 0.0

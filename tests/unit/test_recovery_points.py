@@ -219,7 +219,8 @@ def test_a_state_that_does_not_fit_is_logged_once_and_a_lost_keeper_is_replaced(
     _make(points, 8, 9, size=10**6)
     assert not points.is_on
     assert [record.getMessage() for record in caplog.records] == [
-        "Recovery points in memory are off, and restarts continue from checkpoints: too little"
+        "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced",
+        "Recovery points in memory are off, and restarts continue from checkpoints: too little",
     ]
 
 
