@@ -120,7 +120,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._starts[point] += 1
         self.free_before(point.attempt, point.group)
         ranks = range(point.world_size)
-        return [[state for state in states if state.identity == (*point[:-1], rank)] for rank in ranks]
+        return [[state for state in states if state.header.identity == (*point[:-1], rank)] for rank in ranks]
 
     def _list_states(self, committed: tuple[int, int, int]) -> list[StoredState]:
         """Return the states that the keepers hold. If there is a point, keepers that do not answer are left out."""
@@ -138,7 +138,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         return states
 
     def _newest(self, states: list[StoredState], committed: tuple[int, int, int]) -> StateId | None:
-        return newest_point((state.identity for state in states), self._run_id, committed)
+        return newest_point((state.header.identity for state in states), self._run_id, committed)
 
     def free_before(self, attempt: int, group: int) -> None:
         """Free the memory of all worker groups before one."""

@@ -40,13 +40,13 @@ _ROUNDING = 1e-9
 #: Pause of a worker whose keeper has died. If its whole node is failing, the worker exits meanwhile, and takes no steps
 #: that no keeper holds.
 _LOST_SECONDS = 2.0
-_MAGIC = b"elastic\2"  # the first bytes of a complete state
+_MAGIC = b"elastic\3"  # the first bytes of a complete state
 HEADER_BYTES = 4096
 #: Position in the header of the seconds that a copy to another node has taken, as a float64; 0: there was none.
 TRANSFER_SECONDS_AT = HEADER_BYTES - 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**22  # copied by one thread at once
-_BLOCK_BYTES = 2**18  # copied before its checksum is computed, so that it is still in the cache
+_SPARE_BYTES = 2**18  # of a file, for descriptions that grow
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 #: The state of one rank: a description that can be pickled, and the bytes of each array.
@@ -103,6 +103,38 @@ def newest_point(states: Iterable[StateId], run_id: str, committed: tuple[int, i
 memory: Any = None
 
 
+class StateHeader(NamedTuple):
+    """The header of a rank's state in memory.
+
+    Attributes:
+        identity: The identity of the state.
+        made_at: Monotonic clock of the node in nanoseconds: a second state of the same step is later.
+        arrays: Number of arrays, with the description.
+        size: Bytes of the state.
+    """
+
+    identity: StateId
+    made_at: int
+    arrays: int
+    size: int
+
+    def encode(self) -> bytes:
+        """Return the header as the first bytes of a state."""
+        return (_MAGIC + json.dumps(self).encode()).ljust(TRANSFER_SECONDS_AT)
+
+
+def read_header(source: Any) -> StateHeader | None:
+    """Return the header of the state in some memory; None if there is no complete one."""
+    text = bytes(source[:TRANSFER_SECONDS_AT])
+    if not text.startswith(_MAGIC):
+        return None
+    try:
+        identity, *more = json.loads(text[len(_MAGIC) :])
+    except ValueError:  # it is being overwritten
+        return None
+    return StateHeader(StateId(*identity), *more)
+
+
 def state_size(arrays: Sequence[ByteArray]) -> int:
     """Return the bytes of memory that a state with these arrays takes."""
     return _first_array(len(arrays)) + sum(_aligned(len(array)) for array in arrays)
@@ -111,68 +143,54 @@ def state_size(arrays: Sequence[ByteArray]) -> int:
 def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArray]) -> None:
     """Copy arrays into memory. The header is written last, so until then readers find no state there.
 
+    The keeper computes checksums later: here, they would block the loop for as long as the copy does.
+
     Args:
         target: The memory, of at least :func:`state_size` bytes.
         identity: The identity of the state.
         arrays: The description and the arrays.
     """
     target[: len(_MAGIC)] = bytes(len(_MAGIC))
+    memory = np.frombuffer(target, np.uint8)
+    memory[HEADER_BYTES:][: 8 * len(arrays)] = np.array([*map(len, arrays)], np.uint64).view(np.uint8)
     start = _first_array(len(arrays))
-    chunks = []
-    for number, array in enumerate(arrays):
-        positions = range(0, len(array), _CHUNK_BYTES)
-        chunks += [(number, array[first : first + _CHUNK_BYTES], start + first) for first in positions]
+    sources = []
+    targets = []
+    for array in arrays:
+        for first in range(0, len(array), _CHUNK_BYTES):
+            sources.append(array[first : first + _CHUNK_BYTES])
+            targets.append(memory[start + first :][: len(sources[-1])])
         start += _aligned(len(array))
     run_all = _threads.map if start > _CHUNK_BYTES else map
-    sums = [0] * len(arrays)
-    for number, total in run_all(lambda chunk: (chunk[0], _copy(target, *chunk[1:])), chunks):
-        sums[number] += total
-    index = np.array([(len(array), total % 2**64) for array, total in zip(arrays, sums, strict=True)], np.uint64)
-    np.frombuffer(target, np.uint64, index.size, HEADER_BYTES)[:] = index.reshape(-1)
-    header = json.dumps({"id": identity, "arrays": len(arrays), "size": start, "sum": int(index.sum())})
-    target[len(_MAGIC) : TRANSFER_SECONDS_AT] = header.encode().ljust(TRANSFER_SECONDS_AT - len(_MAGIC))
+    list(run_all(np.copyto, targets, sources))
+    header = StateHeader(identity, time.monotonic_ns(), len(arrays), start).encode()
+    target[len(_MAGIC) : len(header)] = header[len(_MAGIC) :]
     target[: len(_MAGIC)] = _MAGIC
-
-
-def _copy(target: memoryview, array: ByteArray, start: int) -> int:
-    """Copy an array to a position in memory, and return the sum of its words, as a checksum."""
-    total = 0
-    for first in range(0, len(array), _BLOCK_BYTES):
-        block = array[first : first + _BLOCK_BYTES]
-        np.frombuffer(target, np.uint8, len(block), start + first)[:] = block
-        total += int(np.frombuffer(target, np.uint64, _aligned(len(block)) // 8, start + first).sum())
-    return total
-
-
-def read_header(source: Any) -> tuple[StateId | None, int]:
-    """Return the identity of the state in some memory, and its size in bytes; None and 0 if there is no complete one.
-
-    Args:
-        source: The memory, or its first :data:`HEADER_BYTES`.
-    """
-    header = _parse(source[:HEADER_BYTES])
-    return (StateId(*header["id"]), header["size"]) if header else (None, 0)
 
 
 class StateReader(Sequence[ByteArray]):
     """The arrays of a rank's state in memory, without the first one, the description.
 
-    Each array is read, and compared with its checksum, on access.
+    Each array is read, and compared with its checksum, on access. It is valid until the next access.
 
     Args:
-        identity: The identity of the state.
+        header: The header of the state.
         read: Function that returns the bytes of the state from a first one to a last one (exclusive).
+        checksums: As :meth:`checksums` returned them; None: they are not known.
 
     Raises:
         RecoveryPointError: On access, if the memory is damaged or has another state.
     """
 
-    def __init__(self, identity: StateId, read: Callable[[int, int], Any]) -> None:
-        self._identity = identity
+    def __init__(
+        self, header: StateHeader, read: Callable[[int, int], Any], checksums: Sequence[int] | None = None
+    ) -> None:
+        self._header = header
         self._read = read
+        self._checksums = checksums
 
     def __len__(self) -> int:
-        return len(self._index) - 1
+        return len(self._bounds) - 2
 
     def __getitem__(self, number: Any) -> Any:
         return self._array(number + 1)
@@ -181,27 +199,39 @@ class StateReader(Sequence[ByteArray]):
         """Return the description that the rank has pickled."""
         return pickle.loads(self._array(0).data)
 
+    def checksums(self) -> list[int]:
+        """Return the checksums of the lengths of the arrays, and of each array, with the description."""
+        starts = [HEADER_BYTES, *self._bounds]
+        return [_checksum(self._read(*part)) for part in zip(starts, self._bounds, strict=False)]
+
     @cached_property
-    def _index(self) -> list[tuple[int, int, int, int]]:
-        """First and last byte (exclusive) of each array, with its length and its checksum."""
-        header = _parse(self._read(0, HEADER_BYTES))
-        self._check(bool(header) and StateId(*header["id"]) == self._identity)
-        first = _first_array(header["arrays"])
-        index = np.frombuffer(self._read(HEADER_BYTES, first), np.uint64).reshape(-1, 2)[: header["arrays"]]
-        self._check(int(index.sum()) == header["sum"])
-        bounds = [*accumulate((_aligned(int(length)) for length, _ in index), initial=first)]
-        return [(start, stop, *row) for start, stop, row in zip(bounds, bounds[1:], index.tolist(), strict=False)]
+    def _lengths(self) -> list[int]:
+        self._check(read_header(self._read(0, HEADER_BYTES)) == self._header)
+        data = self._read_part(0, HEADER_BYTES, _first_array(self._header.arrays))
+        return np.frombuffer(data, np.uint64, self._header.arrays).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """First byte of each array, and last byte (exclusive) of the last one."""
+        return [*accumulate(map(_aligned, self._lengths), initial=_first_array(self._header.arrays))]
 
     def _array(self, number: int) -> ByteArray:
-        start, stop, length, checksum = self._index[number]
+        data = self._read_part(number + 1, self._bounds[number], self._bounds[number + 1])
+        return np.frombuffer(data, np.uint8, self._lengths[number])
+
+    def _read_part(self, number: int, start: int, stop: int) -> Any:
         data = self._read(start, stop)
-        self._check(int(np.frombuffer(data, np.uint64).sum()) == checksum)
-        return np.frombuffer(data, np.uint8, length)
+        self._check(self._checksums is None or _checksum(data) == self._checksums[number])
+        return data
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
-            *_, step, _, _, rank = self._identity
+            *_, step, _, _, rank = self._header.identity
             raise RecoveryPointError(f"the recovery point of rank {rank}, step {step} is damaged or was overwritten")
+
+
+def _checksum(data: Any) -> int:
+    return int(np.frombuffer(data, np.uint64).sum())
 
 
 def _aligned(length: int) -> int:
@@ -209,17 +239,8 @@ def _aligned(length: int) -> int:
 
 
 def _first_array(count: int) -> int:
-    """Return the offset of the first array, after the header and the length and checksum of each."""
-    return HEADER_BYTES + _aligned(16 * count)
-
-
-def _parse(header: Any) -> Any:
-    """Return the parsed header of a state, or None if there is no complete one."""
-    text = bytes(header[:TRANSFER_SECONDS_AT])
-    try:
-        return json.loads(text[len(_MAGIC) :]) if text.startswith(_MAGIC) else None
-    except ValueError:  # it is being overwritten
-        return None
+    """Return the offset of the first array, after the header and the length of each."""
+    return HEADER_BYTES + _aligned(8 * count)
 
 
 class RecoveryPoints:
@@ -318,7 +339,7 @@ class RecoveryPoints:
         arrays = [np.frombuffer(pickle.dumps(description), np.uint8), *captured]
         size = state_size(arrays)
         if not self._files or size > len(self._files[0]):
-            self._needed = size + size // 16 + _BLOCK_BYTES
+            self._needed = size + size // 16 + _SPARE_BYTES
             return
         if step != self.step:
             self._files.append(self._files.pop(0))

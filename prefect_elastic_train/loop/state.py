@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -98,37 +97,36 @@ class State(Protocol):
         """
 
 
-def random_state() -> str:
-    """Return the states of Python's, numpy's and torch's global random generators in this process, as JSON.
+def random_state() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's global random generators in this process.
 
     The list of GPU states begins with the current device, because its index may be different after a restart.
     Generators that the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
     included: seed them with the seed, the rank and ``session.done``.
     """
-    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # the call would initialize CUDA
         current = torch.cuda.current_device() if gpus else 0
-        state |= {"torch": torch.get_rng_state(), "cuda": gpus[current:] + gpus[:current]}
-    return json.dumps(state, default=lambda array: array.tolist())
+        state |= {"torch": torch.get_rng_state().numpy(), "cuda": gpus[current:] + gpus[:current]}
+    return state
 
 
-def restore_random_state(saved: str) -> None:
-    """Restore the global random generators of this process from the JSON that :func:`random_state` returned.
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Restore the global random generators of this process to what :func:`random_state` returned.
 
-    The states of GPUs are assigned from the current device on.
+    Arrays may be lists. The states of GPUs are assigned from the current device on.
     """
-    state = json.loads(saved)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
-        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
         count = torch.cuda.device_count()
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         for offset, gpu in enumerate(state["cuda"][:count]):
-            torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8), (current + offset) % count)
+            torch.cuda.set_rng_state(torch.as_tensor(gpu, dtype=torch.uint8), (current + offset) % count)
 
 
 def seed_everything(*key: int) -> None:

@@ -448,7 +448,8 @@ class Session(AbstractContextManager["Session"]):
             raise LoopError(f"a checkpoint was not uploaded within {_WRITE_SECONDS:.0f} s. Check the storage")
         folder = ScratchFolder()
         write_state = self._state.stage(folder.path)
-        rank_arrays = {"random": np.array(random_state().encode()), **self._ledger.flush(self.done)}
+        random = json.dumps(random_state(), default=lambda array: array.tolist())
+        rank_arrays = {"random": np.array(random.encode()), **self._ledger.flush(self.done)}
         about = self._describe()
         staged_at = time.monotonic()
         written = threading.Event()
@@ -560,7 +561,7 @@ class Session(AbstractContextManager["Session"]):
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
                     self._ledger.continue_from([arrays["total"], *arrays["steps"]])
                     if about["world_size"] == self.world_size:
-                        restore_random_state(arrays["random"].item())
+                        restore_random_state(json.loads(arrays["random"].item()))
             if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
                 self._about["began_at"] = self.done
                 self.cadence.blocked, self.cadence.background = about["cost"]

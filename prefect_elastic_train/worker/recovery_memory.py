@@ -22,16 +22,20 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 
 from prefect_elastic_train.loop.recovery_points import (
     FILES,
     HEADER_BYTES,
     TRANSFER_SECONDS_AT,
-    StateId,
+    RecoveryPointError,
+    StateHeader,
     StateReader,
     read_header,
 )
@@ -46,10 +50,13 @@ _REPLICATE_SECONDS = 0.005  # between two checks for a new state
 _RETRY_SECONDS = 0.5  # between two requests for memory
 _TRANSFER_SECONDS = 30.0  # timeout of a call that sends bytes to another node, or reads them there
 _CHUNK_BYTES = 64 * 2**20
+_READ_BYTES = 2**22  # read by one thread at once
 _MAX_FAILURES = 3  # transfers in a row that may fail, as at a restart, before that is logged
 _USABLE = 0.9  # share of a node's memory that may be used; Ray kills workers at 0.95
 
 logger = logging.getLogger(__name__)
+
+_threads = ThreadPoolExecutor(4, "recovery memory")
 
 
 def keeper_name(run_id: str, node_id: str) -> str:
@@ -61,14 +68,16 @@ class StoredState(NamedTuple):
     """The state of a rank in the memory of a keeper.
 
     Attributes:
-        identity: The identity of the state.
+        header: The header of the state.
         node_id: The node of the keeper.
         path: The keeper's file, as other processes of the node see it.
+        checksums: The checksums of the state; None: not known.
     """
 
-    identity: StateId
+    header: StateHeader
     node_id: str
     path: str
+    checksums: list[int] | None
 
 
 class _File(NamedTuple):
@@ -90,8 +99,8 @@ class _File(NamedTuple):
 
     @property
     def step(self) -> int:
-        identity, _ = read_header(self.memory)
-        return identity.step if identity else -1
+        header = read_header(self.memory)
+        return header.identity.step if header else -1
 
 
 class Keeper:
@@ -111,6 +120,7 @@ class Keeper:
         self._total = get_system_memory()
         self._limit = memory_fraction * self._total
         self._files: dict[str, _File] = {}  # by path
+        self._checksums: dict[str, dict[StateHeader, list[int]]] = {}  # by path, of its newest state
         self._lock = threading.Lock()
         self._neighbor = ""
         self._failures = 0  # transfers in a row that have failed
@@ -168,34 +178,39 @@ class Keeper:
         for path, file in [*self._files.items()]:
             while not (is_final := _forbid_writes(file.descriptor)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            identity, _ = read_header(file.memory)
-            if identity and is_final:
-                states.append(StoredState(identity, self._node_id, path))
+            header = read_header(file.memory)
+            if header and is_final:
+                checksums = self._checksums.get(path, {}).get(header)
+                states.append(StoredState(header, self._node_id, path, checksums))
         return states
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes of a state, for a worker on another node."""
         return bytes(self._files[path].memory[start:stop])
 
-    def write_replica(self, identity: StateId, size: int, path: str, start: int, data: bytes, header: bytes) -> str:
+    def write_replica(
+        self, header: StateHeader, path: str, start: int, data: bytes, checksums: list[int] | None
+    ) -> str:
         """Write bytes of the state of a rank on another node.
 
         Args:
-            identity: The identity of the state.
-            size: Bytes of the state.
+            header: The header of the state.
             path: The file; empty: a new one.
             start: Position of the bytes.
             data: The bytes.
-            header: The header of the state, with its last bytes; empty before.
+            checksums: The checksums of the state, with its last bytes; None before.
 
         Returns:
             The path of the file.
         """
-        path = path or self.reserve((identity.attempt, identity.group), identity.rank, size, is_replica=True)
+        identity = header.identity
+        path = path or self.reserve((identity.attempt, identity.group), identity.rank, header.size, is_replica=True)
         if not path:
             raise MemoryError("earlier worker groups use the memory")
         os.pwrite(self._files[path].descriptor, data, start)
-        os.pwrite(self._files[path].descriptor, header, 0)
+        if checksums:
+            self._checksums[path] = {header: checksums}
+            os.pwrite(self._files[path].descriptor, header.encode(), 0)
         return path
 
     def free_before(self, group: tuple[int, int]) -> None:
@@ -208,27 +223,26 @@ class Keeper:
         os.close(self._files.pop(path).descriptor)
 
     def _replicate(self) -> None:
-        """Send new states of this node's ranks to the neighbor, in a loop. Exit without heartbeats."""
-        sent: dict[int, StateId] = {}
+        """Process new states of this node's ranks, in a loop. Exit without heartbeats."""
+        done: dict[int, StateHeader] = {}
         while time.monotonic() - self._heard_at < _EXIT_AFTER_SECONDS:
             time.sleep(_REPLICATE_SECONDS if self._neighbor else _RETRY_SECONDS)
-            if self._neighbor:
-                self._send_new(sent)
+            self._process_new(done)
         os._exit(0)
 
-    def _send_new(self, sent: dict[int, StateId]) -> None:
-        """Send the newest state of each rank of this node if it is newer than the one sent before."""
-        newest: dict[int, tuple[StateId, _File]] = {}
-        for file in [*self._files.values()]:
-            identity = None if file.is_replica else read_header(file.memory)[0]
-            known = newest[file.rank][0] if file.rank in newest else sent.get(file.rank, ())
-            if identity and identity > known:
-                newest[file.rank] = (identity, file)
+    def _process_new(self, done: dict[int, StateHeader]) -> None:
+        """Compute the checksums of each rank's newest state, and send it to the neighbor, if that was not done."""
+        newest: dict[int, tuple[StateHeader, str]] = {}
+        for path, file in [*self._files.items()]:
+            header = None if file.is_replica else read_header(file.memory)
+            known = newest[file.rank][0] if file.rank in newest else done.get(file.rank, ())
+            if header and header > known:
+                newest[file.rank] = (header, path)
         began = time.monotonic()
-        for rank, (identity, file) in newest.items():
-            sent[rank] = identity
+        for rank, (header, path) in newest.items():
+            done[rank] = header
             try:
-                self._send(file.memory)
+                self._process(header, path)
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - a lost node, too little memory there, or an ended group
                 self._failures += 1
@@ -236,23 +250,26 @@ class Keeper:
                     reason = getattr(error, "cause", error)
                     logger.warning("Cannot copy recovery points to another node: %s", reason)
         seconds = struct.pack("d", 0.0 if self._failures else time.monotonic() - began)
-        for _, file in newest.values():
-            with suppress(OSError):  # the worker group has ended, and the file is read-only
-                os.pwrite(file.descriptor, seconds, TRANSFER_SECONDS_AT)
+        for _, path in newest.values():
+            with suppress(OSError, KeyError):  # the worker group has ended, and the file is read-only or freed
+                os.pwrite(self._files[path].descriptor, seconds, TRANSFER_SECONDS_AT)
 
-    def _send(self, memory: memoryview) -> None:
-        """Send a state to the neighbor. If it is overwritten meanwhile, the neighbor keeps an incomplete one."""
-        keeper = ray.get_actor(keeper_name(self._run_id, self._neighbor), NAMESPACE)
-        header = bytes(memory[:TRANSFER_SECONDS_AT])
-        identity, size = read_header(header)
-        if identity is None:
+    def _process(self, header: StateHeader, path: str) -> None:
+        """Compute the checksums of a state, and send it. If it is overwritten meanwhile, the neighbor gets a part."""
+        memory = self._files[path].memory
+        try:
+            checksums = StateReader(header, lambda start, stop: memory[start:stop]).checksums()
+        except RecoveryPointError:  # it is overwritten already
             return
-        path = ""
-        for start in range(HEADER_BYTES, size, _CHUNK_BYTES):
-            data = bytes(memory[start : min(start + _CHUNK_BYTES, size)])
-            is_whole = start + _CHUNK_BYTES >= size and memory[:TRANSFER_SECONDS_AT] == header
-            request = keeper.write_replica.remote(identity, size, path, start, data, header if is_whole else b"")
-            path = ray.get(request, timeout=_TRANSFER_SECONDS)
+        self._checksums[path] = {header: checksums}
+        neighbor = self._neighbor
+        target = ""
+        for start, stop in _chunks(HEADER_BYTES, header.size) if neighbor else ():
+            data = bytes(memory[start:stop])
+            is_whole = stop == header.size and read_header(memory) == header
+            keeper = ray.get_actor(keeper_name(self._run_id, neighbor), NAMESPACE)
+            request = keeper.write_replica.remote(header, target, start, data, checksums if is_whole else None)
+            target = ray.get(request, timeout=_TRANSFER_SECONDS)
 
 
 def _forbid_writes(descriptor: int) -> bool:
@@ -268,11 +285,32 @@ def open_file(path: str, write: bool = False) -> memoryview:
     """Map a keeper's file into memory. Without ``write``, what is written there stays in this process."""
     descriptor = os.open(path, os.O_RDWR if write else os.O_RDONLY)
     try:
-        mapping = mmap.mmap(descriptor, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE if write else mmap.MAP_PRIVATE)
+        mapping = mmap.mmap(descriptor, 0, mmap.MAP_SHARED if write else mmap.MAP_PRIVATE)
         mapping.madvise(mmap.MADV_DONTFORK)  # processes of a data loader would keep the file writable
         return memoryview(mapping)
     finally:
         os.close(descriptor)
+
+
+class _LocalFile:
+    """A keeper's file, which is read into one buffer: that is faster than to map it, page by page."""
+
+    def __init__(self, path: str) -> None:
+        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed with the reader
+        self._buffer = np.empty(0, np.uint8)
+
+    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return some bytes, which are valid until the next call."""
+        if len(self._buffer) < stop - start:
+            self._buffer = np.empty(stop - start, np.uint8)
+        positions = range(start, stop, _READ_BYTES)
+        parts = [self._buffer[first - start : min(first + _READ_BYTES, stop) - start].data for first in positions]
+        list(_threads.map(lambda part, first: os.preadv(self._file.fileno(), [part], first), parts, positions))
+        return self._buffer[: stop - start]
+
+
+def _chunks(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(first, min(first + _CHUNK_BYTES, stop)) for first in range(start, stop, _CHUNK_BYTES)]
 
 
 class WorkerMemory:
@@ -293,11 +331,11 @@ class WorkerMemory:
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
         self._path = ""
-        self._request: Any = None
+        self._allocating: Future[memoryview | None] | None = None
         self._requested_at = 0.0
 
     def reserve(self, size: int) -> memoryview | None:
-        """Request memory of at least ``size`` bytes, without waiting for it.
+        """Request memory of at least ``size`` bytes, without waiting: mapping a gigabyte can take seconds.
 
         Returns:
             The memory, once it is there. None: call again later.
@@ -305,23 +343,30 @@ class WorkerMemory:
         Raises:
             MemoryError: There will be no such memory.
         """
+        if self._allocating is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
+            self._requested_at = time.monotonic()
+            self._allocating = _threads.submit(self._allocate, size)
+        if self._allocating is None or not self._allocating.done():
+            return None
+        allocated = self._allocating.result
+        self._allocating = None
+        return allocated()
+
+    def _allocate(self, size: int) -> memoryview | None:
+        request = (self.attempt, self.group), self._rank, size
         try:
-            if self._request is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
-                self._requested_at = time.monotonic()
-                keeper = self._keeper(self._node_id)
-                self._request = keeper.reserve.remote((self.attempt, self.group), self._rank, size)
-            elif self._request is not None and ray.wait([self._request], timeout=0)[0]:
-                request = self._request
-                self._request = None
-                if path := ray.get(request):
-                    self._path = path
-                    self._requested_at = 0.0
-                    return open_file(path, write=True)
+            path = ray.get(self._keeper(self._node_id).reserve.remote(*request), timeout=_TRANSFER_SECONDS)
+            if not path:
+                return None
+            file = open_file(path, write=True)
         except ray.exceptions.RayTaskError as error:
             raise MemoryError(str(error.cause)) from None
         except (ray.exceptions.RayError, FileNotFoundError, ValueError):
-            self._request = None  # there is no keeper yet, or it has just died
-        return None
+            return None  # there is no keeper yet, or it has just died
+        np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE] = 0  # without the lock of Python, unlike mmap.MAP_POPULATE
+        self._path = path
+        self._requested_at = 0.0
+        return file
 
     def is_lost(self) -> bool:
         """Return True if the keeper has died, which does not free memory that this worker has mapped."""
@@ -334,16 +379,14 @@ class WorkerMemory:
     def _reader(self, locations: Sequence[StoredState]) -> StateReader:
         location = min(locations, key=lambda location: location.node_id != self._node_id)
         if location.node_id == self._node_id:
-            file = open_file(location.path)
-            return StateReader(location.identity, lambda start, stop: file[start:stop])
+            return StateReader(location.header, _LocalFile(location.path).read, location.checksums)
         keeper = self._keeper(location.node_id)
 
         def read(start: int, stop: int) -> bytearray:
-            chunks = ((first, min(first + _CHUNK_BYTES, stop)) for first in range(start, stop, _CHUNK_BYTES))
-            requests = (keeper.read.remote(location.path, *chunk) for chunk in chunks)
+            requests = (keeper.read.remote(location.path, *chunk) for chunk in _chunks(start, stop))
             return bytearray().join(ray.get(request, timeout=_TRANSFER_SECONDS) for request in requests)
 
-        return StateReader(location.identity, read)
+        return StateReader(location.header, read, location.checksums)
 
     def _keeper(self, node_id: str) -> Any:
         return ray.get_actor(keeper_name(self._run_id, node_id), NAMESPACE)

@@ -41,6 +41,21 @@ def test_a_killed_worker_driver_and_node_cost_a_step_each_and_nothing_is_left(
 
 
 @pytest.mark.full
+def test_a_worker_that_dies_in_a_copy_a_seal_a_transfer_or_a_restore_costs_a_step(
+    start: Start, cluster: ElasticCluster, tmp_path: Path
+) -> None:
+    cluster.add_gpu(), cluster.add_gpu()
+    deaths = {"copy": 40, "seal": 80, "transfer": 120, "restore": 0}
+    points = {"recovery_points": 1, "save_every": NEVER, "dies_within": deaths}
+    training = SessionTraining(start, tmp_path, "torch", GPUS, True, cluster=cluster.block, **points)
+    marks = [training.ledger.with_name(f"{training.ledger.name}.{place}") for place in deaths]
+    training.flow.wait_for(lambda: all(mark.exists() for mark in marks), 240, "all deaths")
+    training.group(2)
+    assert training.end(attempts=1, worker_failures=4) == [2] * 5
+    assert len(_redone(training)) <= 4, _redone(training)
+
+
+@pytest.mark.full
 def test_a_killed_keeper_is_replaced_and_until_then_the_checkpoint_counts(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -65,7 +80,7 @@ def test_a_growth_continues_from_memory_without_a_checkpoint_before_it(
     cluster.add_gpu()
     points = {"recovery_points": 1, "save_every": NEVER}
     training = SessionTraining(start, tmp_path, "torch", GPUS | OFTEN, cluster=cluster.block, **points)
-    training.group(1, steps=30)
+    training.group(1, steps=60)  # there is memory by then
     cluster.add_gpu()
     training.group(2)
     assert training.end(attempts=1, worker_failures=0) == [1, 2]

@@ -11,6 +11,7 @@ import numpy as np
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.rehearsal.checker import largest_difference
+from tests.support.inner_deaths import die_within
 from tests.support.ledgers import check_ledger
 from tests.support.loops import write_ledger
 from tests.support.processes import read_ledger
@@ -52,8 +53,9 @@ def torch_loop(config: dict[str, Any]) -> None:
 
     Config: ``steps``, ``length`` and ``global_batch`` (samples); ``save_every`` (default: 10); ``recovery_points``
     (default: off); ``dropout``; ``fsdp`` (whether the network is sharded); ``micro_batch``; ``weights`` (file that rank
-    0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies after it, once); ``slow`` (file
-    while which is there a step takes ``sleep`` seconds longer).
+    0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies after it, once);
+    ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file while which is
+    there a step takes ``sleep`` seconds longer).
     """
     import torch
     import torch.distributed as dist
@@ -63,6 +65,8 @@ def torch_loop(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     world = dist.get_world_size() if dist.is_initialized() else 1
     where = _where() if "ledger" in config else {"rank": 0}
+    if where["rank"] == 1 and config.get("dies_within"):
+        die_within(config["dies_within"], config["ledger"])
     layers = [torch.nn.Linear(INPUTS, 16), torch.nn.Tanh(), torch.nn.Dropout(config.get("dropout", 0.0))]
     model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1)).double()
     if config.get("fsdp"):

@@ -29,6 +29,7 @@ class SessionTraining:
         fsdp: bool = False,
         save_every: int = 15,
         recovery_points: int | str = "off",
+        dies_within: dict[str, int] | None = None,
         **more: Any,
     ) -> None:
         self.ledger, self._weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
@@ -36,11 +37,12 @@ class SessionTraining:
         self._loop = {"torch": torch_loop, "jax": jax_loop}[framework]
         self._config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": save_every}
         files = {"ledger": str(self.ledger), "weights": str(self._weights), "slow": str(self._slow), "sleep": 0.2}
+        disturbed = files | {"recovery_points": recovery_points, "dies_within": dies_within or {}}
         self.flow: FlowProcess = start(
             loop=f"tests.support.session_loops:{self._loop.__name__}",
             framework=framework,
             torch_backend="gloo" if framework == "torch" else None,  # GPUs are pretended ones
-            config={**self._config, **files, "fsdp": fsdp, "recovery_points": recovery_points},
+            config={**self._config, **disturbed, "fsdp": fsdp},
             scaling=scaling,
             failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
             **more,

@@ -186,6 +186,6 @@ def test_a_process_that_has_not_used_a_gpu_is_not_made_to(monkeypatch: pytest.Mo
     gpus = Gpus(monkeypatch, [0, 0], 0, initialized=False)
     for name in ("current_device", "get_rng_state", "get_rng_state_all"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    assert '"cuda": []' in random_state()
+    assert random_state()["cuda"] == []
     restore_random_state(saved)
     assert gpus.get() == [6, 7], "torch keeps these until it initializes CUDA"

@@ -23,6 +23,7 @@ from prefect_elastic_train.loop.recovery_points import (
     TRANSFER_SECONDS_AT,
     RecoveryPointError,
     RecoveryPoints,
+    StateHeader,
     StateId,
     StateReader,
     newest_point,
@@ -52,8 +53,14 @@ def _state(identity: StateId, arrays: list[Any]) -> memoryview:
     return memory
 
 
-def _reader(memory: memoryview, identity: StateId = IDENTITY) -> StateReader:
-    return StateReader(identity, lambda start, stop: memory[start:stop])
+def _header(memory: memoryview) -> StateHeader:
+    found = read_header(memory)
+    assert found
+    return found
+
+
+def _reader(memory: memoryview, header: StateHeader | None = None, checksums: Any = None) -> StateReader:
+    return StateReader(header or _header(memory), lambda start, stop: memory[start:stop], checksums)
 
 
 # The format of a state
@@ -63,28 +70,34 @@ def _reader(memory: memoryview, identity: StateId = IDENTITY) -> StateReader:
 def test_a_state_is_what_was_written_and_there_is_none_before_it_is_complete(values: list[bytes]) -> None:
     arrays = [np.frombuffer(value, np.uint8) for value in values]
     memory = _state(IDENTITY, arrays)
-    assert read_header(memory) == (IDENTITY, state_size(arrays))
+    header = _header(memory)
+    assert (header.identity, header.size) == (IDENTITY, state_size(arrays))
     assert [bytes(array) for array in _reader(memory)] == values[1:]
     with pytest.raises(TypeError):  # the next one, by a worker that dies then
         write_state(memory, IDENTITY, [*arrays[:-1], None])  # type: ignore[list-item]
-    assert read_header(memory) == (None, 0)
+    assert read_header(memory) is None
     with pytest.raises(RecoveryPointError, match="rank 0, step 7 is damaged or was overwritten"):
-        [*_reader(memory)]
+        [*_reader(memory, header)]
 
 
-def test_the_state_of_another_step_is_not_read_as_the_one_that_was_listed() -> None:
-    with pytest.raises(RecoveryPointError, match="was overwritten"):
-        len(_reader(_state(IDENTITY._replace(step=8), [_bytes(1)])))
+def test_another_state_is_not_read_as_the_one_that_was_listed() -> None:
+    memory = _state(IDENTITY, [_bytes(1)])
+    listed = _header(memory)
+    for identity in (IDENTITY._replace(step=8), IDENTITY):
+        write_state(memory, identity, [_bytes(1)])
+        with pytest.raises(RecoveryPointError, match="was overwritten"):
+            len(_reader(memory, listed))
 
 
 @given(st.data())
 def test_no_byte_of_an_array_changes_unseen(data: st.DataObject) -> None:
     arrays = [_bytes(*range(100)), _bytes(*range(50))]
     memory = _state(IDENTITY, arrays)
-    place = data.draw(st.sampled_from([*range(4096, 4096 + 32), *range(4160, 4160 + 100), *range(4288, 4288 + 50)]))
+    checksums = _reader(memory).checksums()
+    place = data.draw(st.sampled_from([*range(4096, 4096 + 16), *range(4160, 4160 + 100), *range(4288, 4288 + 50)]))
     memory[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RecoveryPointError, match="damaged"):
-        [bytes(_reader(memory)._array(number)) for number in range(2)]
+        [bytes(_reader(memory, None, checksums)._array(number)) for number in range(2)]
 
 
 # Which point is restored
@@ -163,7 +176,7 @@ def _make(points: RecoveryPoints, *steps: int, size: int = 3) -> None:
 
 
 def _steps(memory: Memory) -> list[int]:
-    return [header.step if header else 0 for header, _ in map(read_header, memory.files)]
+    return [header.identity.step if header else 0 for header in map(read_header, memory.files)]
 
 
 def test_one_of_two_files_is_complete_whenever_a_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +199,8 @@ def test_a_second_point_of_a_step_replaces_the_first(monkeypatch: pytest.MonkeyP
     _make(points, *range(1, 8))
     points.make(7, 0, lambda: ("second", []))
     assert sorted(_steps(memory)) == [6, 7]
-    [newest] = [file for file in memory.files if read_header(file)[0].step == 7]  # type: ignore[union-attr]
-    assert _reader(newest, StateId("run", 1, 1, 7, 0, 1, 0)).description() == "second"
+    [newest] = [file for file in memory.files if _header(file).identity.step == 7]
+    assert _reader(newest).description() == "second"
 
 
 def test_a_state_that_grows_gets_larger_files_and_keeps_the_complete_ones_meanwhile(
@@ -292,14 +305,14 @@ def test_a_keeper_lists_only_states_that_nobody_can_change_and_frees_older_ones(
     del files
     gc.collect()
     first, second = keeper.states()
-    assert [one.identity.group for one in (first, second)] == [1, 2]
+    assert [one.header.identity.group for one in (first, second)] == [1, 2]
     with pytest.raises(PermissionError):
         open_file(first.path, write=True)
     private = open_file(second.path)
     private[0] = 0  # as a loop that changes what it has restored
-    assert [one.identity.group for one in keeper.states()] == [1, 2]
+    assert [one.header.identity.group for one in keeper.states()] == [1, 2]
     keeper.free_before((1, 2))
-    assert [one.identity.group for one in keeper.states()] == [2]
+    assert [one.header.identity.group for one in keeper.states()] == [2]
     assert not os.path.exists(first.path)
 
 
@@ -325,27 +338,42 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     monkeypatch.setattr(recovery_memory.ray, "get_actor", lambda *_: handle)
     monkeypatch.setattr(recovery_memory.ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(recovery_memory, "_CHUNK_BYTES", 1000)
-    source = open_file(here.reserve((1, 1), 0, 10**5), write=True)
+    path = here.reserve((1, 1), 0, 10**5)
+    source = open_file(path, write=True)
+    here._neighbor = "there"
+    done: dict[int, StateHeader] = {}
 
-    def fill(step: int) -> None:
-        arrays = [_bytes(step), np.full(50_000, step, np.uint8)]
+    def fill(step: int, value: int) -> None:
+        arrays = [_bytes(step), np.full(50_000, value, np.uint8)]
         write_state(source, IDENTITY._replace(step=step), arrays)
 
-    for step in range(1, 4):
-        fill(step)
-        here._send(source)
-    fill(4)
+    for step, value in [(1, 1), (2, 2), (3, 3), (3, 4)]:  # the last one is the second of a step
+        fill(step, value)
+        here._process_new(done)
+    fill(4, 5)
 
     def overtaken(*call: Any) -> str:
-        fill(5)
+        fill(5, 6)
         return there.write_replica(*call)
 
     handle.write_replica = Remote(overtaken)  # type: ignore[attr-defined]
-    here._send(source)
-    assert [one.identity.step for one in there.states()] == [3], "that of 2 was replaced by a part of 4"
-    [newest] = there.states()
+    here._process_new(done)
+    [newest] = there.states()  # that of 3 before was replaced by a part of 4
+    assert newest.header.identity.step == 3
     read = partial(there.read, newest.path)
-    assert set(StateReader(newest.identity, read)[0]) == {3}
+    assert set(StateReader(newest.header, read, newest.checksums)[0]) == {4}
+
+
+def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() -> None:
+    keeper = _keeper()
+    file = _write(keeper, 1)
+    keeper._process_new({})
+    file[4160] ^= 1
+    del file
+    gc.collect()
+    [state] = keeper.states()
+    with pytest.raises(RecoveryPointError, match="damaged"):
+        StateReader(state.header, partial(keeper.read, state.path), state.checksums).description()
 
 
 # States
