@@ -8,6 +8,7 @@ import os
 import struct
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -286,7 +287,8 @@ def test_an_invalid_interval_is_refused(interval: Any) -> None:
 
 
 def _keeper(node_id: str = "node", fraction: float = 0.5) -> Keeper:
-    return Keeper("run", node_id, fraction)
+    with mock.patch.object(recovery_memory.threading, "Thread"):  # its work is called by the tests
+        return Keeper("run", node_id, fraction)
 
 
 def _write(keeper: Keeper, group: int, size: int = 8192) -> memoryview:
