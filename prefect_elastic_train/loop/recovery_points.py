@@ -46,7 +46,7 @@ HEADER_BYTES = 4096
 TRANSFER_SECONDS_AT = HEADER_BYTES - 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**22  # copied by one thread at once
-_SPARE_BYTES = 2**18  # of a file, for descriptions that grow
+_SPARE_BYTES = 2**18  # by which a file is larger than needed, since the description of a state can grow
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 #: The state of one rank: a description that can be pickled, and the bytes of each array.

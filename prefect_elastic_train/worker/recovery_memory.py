@@ -363,7 +363,7 @@ class WorkerMemory:
             raise MemoryError(str(error.cause)) from None
         except (ray.exceptions.RayError, FileNotFoundError, ValueError):
             return None  # there is no keeper yet, or it has just died
-        np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE] = 0  # without the lock of Python, unlike mmap.MAP_POPULATE
+        np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE] = 0  # maps all pages, without the GIL, which MAP_POPULATE holds
         self._path = path
         self._requested_at = 0.0
         return file

@@ -14,14 +14,12 @@ import psutil
 from prefect_elastic_train.loop import recovery_points
 from tests.support.processes import titled
 
-PLACES = ("copy", "seal", "transfer", "restore")
-
 
 def die_within(steps: dict[str, int], ledger: str) -> None:
-    """Let this worker die once in each place, from a step on: see :data:`PLACES`.
+    """Let this worker die once in each place, at the step given for the place or later.
 
-    ``copy``: an array is half written. ``seal``: the header is not. ``transfer``: the keeper of this node dies with it,
-    while the keeper of the other node does not answer. ``restore``: one array is read (in any step).
+    Places: ``copy``, when an array is half written. ``seal``, before the header is written. ``transfer``, together with
+    the keeper of this node, while the keeper of the other node does not answer. ``restore``, after an array was read.
     """
     write_state = recovery_points.write_state
     encode = recovery_points.StateHeader.encode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import pickle
 import struct
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from prefect_elastic_train.loop.recovery_points import (
 from prefect_elastic_train.loop.state import State, bytes_of
 from prefect_elastic_train.loop.training_session import _is_whole_in_memory
 from prefect_elastic_train.worker import recovery_memory
-from prefect_elastic_train.worker.recovery_memory import Keeper, open_file
+from prefect_elastic_train.worker.recovery_memory import Keeper, _LocalFile, open_file
 
 IDENTITY = StateId("run", 1, 1, 7, 0, 1, 0)
 
@@ -383,8 +384,12 @@ def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() ->
 
 def _restored(state: Any, into: Any, ranks: int = 1) -> Any:
     description, arrays = state.capture()
-    copies = [np.array(array) for array in arrays]
-    into.restore([(description, copies)] * ranks, 0)
+    parts = [np.frombuffer(pickle.dumps(description), np.uint8), *arrays]
+    path = _keeper().reserve((1, 1), 0, state_size(parts))
+    file = open_file(path, write=True)
+    write_state(file, IDENTITY, parts)
+    readers = [StateReader(_header(file), _LocalFile(path).read) for _ in range(ranks)]
+    into.restore([(reader.description(), reader) for reader in readers], 0)
     return into
 
 
