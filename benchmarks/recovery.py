@@ -52,7 +52,7 @@ SIDES = (OURS, OURS_POINTS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER, NODE = "worker", "driver", "node"
 RAW_ON_NODES = Side("raw-default", "raw-growing")
 ROWS = [f"{case}/{side.name}" for case in (WORKER, DRIVER) for side in SIDES if (case, side) != (DRIVER, TORCHRUN)]
-ROWS += [f"{NODE}/{side.name}" for side in (OURS_POINTS, RAW_ON_NODES)]
+ROWS += [f"{NODE}/{side.name}" for side in (OURS, OURS_POINTS, RAW_ON_NODES)]
 DRIVER_ARGUMENT = {
     "ours": "prefect_elastic_train.driver",
     "ours-points": "prefect_elastic_train.driver",

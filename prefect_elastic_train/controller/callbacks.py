@@ -87,7 +87,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def __init__(self, state: ControllerState) -> None:
         context = state.settings.context
-        self.hooks = WorkerHooks(context, state.settings.recovery_memory_fraction > 0)
+        self.hooks = WorkerHooks(context)
         self._state = state
         self._store = state.settings.store
         self._attempt = context.attempt
@@ -162,11 +162,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state = self._state
         state.mark_phase("decision")
         self.hooks.begin_group(state.settings.context.failures + state.group_failures)
-        commits.check_fence(self._store, self._attempt)
-        self.hooks.restored_states = state.keepers.newest_states(state.commits.newest or state.commits.newest_commit())
         removed = commits.remove_leftovers(self._store, self._attempt)
         commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must not be aborted
         self._store.abort_uploads()
+        self.hooks.restored_states = state.keepers.newest_states(state.commits.newest or state.commits.newest_commit())
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
         state.mark_phase("cleanup")

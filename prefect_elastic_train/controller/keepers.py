@@ -32,7 +32,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     Args:
         run_id: The id of the run.
-        memory_fraction: Largest share of each node's memory for recovery points; 0: there are none.
+        memory_fraction: Largest share of each node's memory for recovery points.
 
     Attributes:
         are_used: True if the session of the newest worker group makes recovery points.
@@ -100,13 +100,11 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         committed = (0, 0, 0)
         if newest:
             age = age_of(newest.checkpoint)
-            step = newest.latest["metrics"].get("step")
-            committed = (age.attempt, age.group, step if isinstance(step, int) else 0)
+            committed = (age.attempt, age.group, newest.latest["metrics"].get("step", 0))
         self.restored_point = None
         states: list[StoredState] = []
         try:
-            if self._fraction:
-                states = self._list_states(committed)
+            states = self._list_states(committed)
         except Exception:
             logger.warning("Cannot read the recovery points; training continues from the checkpoint", exc_info=True)
         point = self._newest(states, committed)

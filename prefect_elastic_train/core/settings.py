@@ -202,8 +202,8 @@ class CheckpointSettings(SettingsModel):
     """The reported metric that ranks checkpoints. Empty: the newest are the best."""
     score_order: Literal["max", "min"] = "max"
     """The better score: "max" for the higher one, "min" for the lower one."""
-    recovery_memory_fraction: float = Field(0.3, ge=0, lt=1)
-    """Largest share of a node's memory that recovery points of a session use. 0: no recovery points."""
+    recovery_memory_fraction: float = Field(0.3, gt=0, lt=1)
+    """Largest share of a node's memory that recovery points of a session use."""
 
 
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)"

@@ -65,7 +65,6 @@ class StateId(NamedTuple):
         attempt: The number of the attempt.
         group: The number of the worker group within the attempt, from 1.
         step: Optimizer steps that were done.
-        required_step: The last step before it that must be saved to a checkpoint, such as that of a score; 0: none.
         world_size: The number of workers of the group.
         rank: The rank.
     """
@@ -74,7 +73,6 @@ class StateId(NamedTuple):
     attempt: int
     group: int
     step: int
-    required_step: int
     world_size: int
     rank: int
 
@@ -83,8 +81,7 @@ def newest_point(states: Iterable[StateId], run_id: str, committed: tuple[int, i
     """Return the newest recovery point that a worker group may restore, by the identity of its rank 0; None: none.
 
     A later attempt or worker group has continued from what the earlier ones had committed or held in memory, so its
-    points are newer, whatever their steps. A point is complete if there is a state of each rank. A point whose required
-    step is not committed is ignored: that checkpoint would never be made.
+    points are newer, whatever their steps. A point is complete if there is a state of each rank.
 
     Args:
         states: States that can be read. Those of other runs are ignored.
@@ -93,7 +90,7 @@ def newest_point(states: Iterable[StateId], run_id: str, committed: tuple[int, i
     """
     ranks: defaultdict[StateId, set[int]] = defaultdict(set)
     for state in states:
-        if state.run_id == run_id and state[1:4] > committed and state.required_step <= committed[2]:
+        if state.run_id == run_id and state[1:4] > committed:
             ranks[state._replace(rank=0)].add(state.rank)
     return max((point for point, known in ranks.items() if known == {*range(point.world_size)}), default=None)
 
@@ -161,8 +158,7 @@ def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArra
             sources.append(array[first : first + _CHUNK_BYTES])
             targets.append(memory[start + first :][: len(sources[-1])])
         start += _aligned(len(array))
-    run_all = _threads.map if start > _CHUNK_BYTES else map
-    list(run_all(np.copyto, targets, sources))
+    list(_run_all(start)(np.copyto, targets, sources))
     header = StateHeader(identity, time.monotonic_ns(), len(arrays), start).encode()
     target[len(_MAGIC) : len(header)] = header[len(_MAGIC) :]
     target[: len(_MAGIC)] = _MAGIC
@@ -171,26 +167,22 @@ def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArra
 class StateReader(Sequence[ByteArray]):
     """The arrays of a rank's state in memory, without the first one, the description.
 
-    Each array is read, and compared with its checksum, on access. It is valid until the next access.
+    Each array is read on access, and compared with its checksum if that is known.
 
     Args:
         header: The header of the state.
         read: Function that returns the bytes of the state from a first one to a last one (exclusive).
-        checksums: As :meth:`checksums` returned them; None: they are not known.
 
     Raises:
         RecoveryPointError: On access, if the memory is damaged or has another state.
     """
 
-    def __init__(
-        self, header: StateHeader, read: Callable[[int, int], Any], checksums: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, header: StateHeader, read: Callable[[int, int], Any]) -> None:
         self._header = header
         self._read = read
-        self._checksums = checksums
 
     def __len__(self) -> int:
-        return len(self._bounds) - 2
+        return self._header.arrays - 1
 
     def __getitem__(self, number: Any) -> Any:
         return self._array(number + 1)
@@ -199,48 +191,62 @@ class StateReader(Sequence[ByteArray]):
         """Return the description that the rank has pickled."""
         return pickle.loads(self._array(0).data)
 
-    def checksums(self) -> list[int]:
-        """Return the checksums of the lengths of the arrays, and of each array, with the description."""
-        starts = [HEADER_BYTES, *self._bounds]
-        return [_checksum(self._read(*part)) for part in zip(starts, self._bounds, strict=False)]
+    def checksums(self) -> tuple[bytes, int]:
+        """Compute the checksums of all arrays. Return their part of the state's memory, and its position."""
+        checksums = [self._read_with_checksum(number)[1] for number in range(self._header.arrays)]
+        table = np.array([self._header.made_at, *checksums], np.uint64)
+        return table.tobytes(), _checksums_at(len(checksums))
 
     @cached_property
-    def _lengths(self) -> list[int]:
+    def _lengths_and_checksums(self) -> tuple[list[int], list[int]]:
+        """Length of each array in bytes, and the checksums: empty if they are not known."""
         self._check(read_header(self._read(0, HEADER_BYTES)) == self._header)
-        data = self._read_part(0, HEADER_BYTES, _first_array(self._header.arrays))
-        return np.frombuffer(data, np.uint64, self._header.arrays).tolist()  # type: ignore[no-any-return]
+        count = self._header.arrays
+        numbers = np.frombuffer(self._read(HEADER_BYTES, _first_array(count)), np.uint64).tolist()
+        are_known = numbers[count] == self._header.made_at
+        return numbers[:count], numbers[count + 1 :] if are_known else []
 
     @cached_property
     def _bounds(self) -> list[int]:
         """First byte of each array, and last byte (exclusive) of the last one."""
-        return [*accumulate(map(_aligned, self._lengths), initial=_first_array(self._header.arrays))]
+        lengths, _ = self._lengths_and_checksums
+        return [*accumulate(map(_aligned, lengths), initial=_first_array(len(lengths)))]
 
     def _array(self, number: int) -> ByteArray:
-        data = self._read_part(number + 1, self._bounds[number], self._bounds[number + 1])
-        return np.frombuffer(data, np.uint8, self._lengths[number])
+        lengths, checksums = self._lengths_and_checksums
+        data, checksum = self._read_with_checksum(number)
+        self._check(not checksums or checksum == checksums[number])
+        return np.frombuffer(data, np.uint8, lengths[number])
 
-    def _read_part(self, number: int, start: int, stop: int) -> Any:
-        data = self._read(start, stop)
-        self._check(self._checksums is None or _checksum(data) == self._checksums[number])
-        return data
+    def _read_with_checksum(self, number: int) -> tuple[Any, int]:
+        length = self._lengths_and_checksums[0][number]
+        data = self._read(*self._bounds[number : number + 2])
+        words = np.frombuffer(data, np.uint64)
+        parts = np.split(words, range(_CHUNK_BYTES, len(words), _CHUNK_BYTES))
+        return data, (length + sum(map(int, _run_all(len(words))(np.sum, parts)))) % 2**64
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
-            *_, step, _, _, rank = self._header.identity
+            *_, step, _, rank = self._header.identity
             raise RecoveryPointError(f"the recovery point of rank {rank}, step {step} is damaged or was overwritten")
 
 
-def _checksum(data: Any) -> int:
-    return int(np.frombuffer(data, np.uint64).sum())
+def _run_all(size: int) -> Callable[..., Iterable[Any]]:
+    """Return ``map``, or for large sizes a ``map`` that uses threads."""
+    return _threads.map if size > _CHUNK_BYTES else map
 
 
 def _aligned(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
+def _checksums_at(count: int) -> int:
+    """Return the offset of the time of the state of which the checksums are, and of these, after the lengths."""
+    return HEADER_BYTES + 8 * count
+
+
 def _first_array(count: int) -> int:
-    """Return the offset of the first array, after the header and the length of each."""
-    return HEADER_BYTES + _aligned(8 * count)
+    return HEADER_BYTES + _aligned(8 * (2 * count + 1))
 
 
 class RecoveryPoints:
@@ -305,22 +311,21 @@ class RecoveryPoints:
             logger.warning("Recovery points in memory are off, and restarts continue from checkpoints: %s", reason)
         self._memory = None
 
-    def make(self, step: int, required_step: int, capture: Callable[[], RankState]) -> None:
+    def make(self, step: int, capture: Callable[[], RankState]) -> None:
         """Copy the state after a step into memory, in place of the recovery point before the last.
 
         If that is not possible, log it, and make no more recovery points. Training goes on.
 
         Args:
             step: Optimizer steps that are done.
-            required_step: The last step before it that must be saved to a checkpoint.
             capture: Function that returns the state.
         """
         try:
-            self._make(step, required_step, capture)
+            self._make(step, capture)
         except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
             self.turn_off(str(error))
 
-    def _make(self, step: int, required_step: int, capture: Callable[[], RankState]) -> None:
+    def _make(self, step: int, capture: Callable[[], RankState]) -> None:
         if self._memory is None:
             return
         if self._files and self._memory.is_lost():
@@ -345,7 +350,7 @@ class RecoveryPoints:
             self._files.append(self._files.pop(0))
         elif size > len(self._files[-1]):
             return
-        identity = (self._run_id, self._memory.attempt, self._memory.group, step, required_step, *self._size_and_rank)
+        identity = (self._run_id, self._memory.attempt, self._memory.group, step, *self._size_and_rank)
         write_state(self._files[-1], StateId(*identity), arrays)
         if self.step and step > self.step:
             self._step_seconds = min(self._step_seconds, (began - self._made_at) / (step - self.step))

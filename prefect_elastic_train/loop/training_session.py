@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -219,8 +220,9 @@ class Session(AbstractContextManager["Session"]):
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
-        # A restored recovery point is saved in the background.
-        if states:
+        # A restored recovery point is saved in the background, or a step soon after it.
+        self._save_at = time.monotonic() + _REPORT_SECONDS[0] if states else math.inf
+        if self._is_required:
             self._is_open = self._must_save = self._must_report = True
             self._close_step()
 
@@ -396,10 +398,10 @@ class Session(AbstractContextManager["Session"]):
             return
         self._is_open = False
         points = self.recovery_points
+        is_point_due = points.every and (self.done % points.every == 0 or self._is_required)
         # Until a required save is committed, its step stays in memory, so that a restart repeats the save.
-        is_point_due = points.every and self.done % points.every == 0 and self._required_step <= self.committed
-        if points.every and (is_point_due or self._is_required) and not at_end:
-            points.make(self.done, self._required_step, self._capture)
+        if is_point_due and self._required_step <= self.committed and not at_end:
+            points.make(self.done, self._capture)
         is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
         restart, decision = poll_restart(self._decide, at_end or is_due or self._must_report)
         if decision is None:
@@ -428,7 +430,8 @@ class Session(AbstractContextManager["Session"]):
         A plain tuple, because the process through which Ray broadcasts may not be able to import this package.
         """
         is_idle = not self._writing.locked()
-        is_due = self.cadence.due(self.done) and self.done > self._saved and (is_idle or self.cadence.steps > 0)
+        is_due = self.cadence.due(self.done) or time.monotonic() >= self._save_at
+        is_due = is_due and self.done > self._saved and (is_idle or self.cadence.steps > 0)
         save = self._can_save and (is_due or self._must_save)
         report = (is_idle and time.monotonic() >= self._report_at) or self._must_report
         if self._must_report and not (self._must_save or save):
@@ -468,6 +471,7 @@ class Session(AbstractContextManager["Session"]):
             return uploaded
 
         self._saved = self.done
+        self._save_at = math.inf
         self._report(
             synchronous=announced,
             checkpoint=self._ray.Checkpoint.from_directory(folder.path),
@@ -492,13 +496,7 @@ class Session(AbstractContextManager["Session"]):
     def _capture(self) -> RankState:
         """Return this rank's state for a recovery point."""
         description, arrays = self._state.capture()
-        values = {
-            "about": self._describe(),
-            "is_required": self._is_required,
-            "random": random_state(),
-            "seen": self._ledger.seen,
-            "metrics": self._metrics,
-        }
+        values = (self._ledger.seen, self._describe(), self._is_required, random_state(), self._metrics)
         return (values, description), arrays
 
     def _restore_point(self, states: list[StateReader]) -> None:
@@ -508,22 +506,20 @@ class Session(AbstractContextManager["Session"]):
         read = [(*state.description(), state) for state in chosen]
         index_of_rank = self.rank % len(chosen)
         self._state.restore([state[1:] for state in read], index_of_rank)
-        values = read[index_of_rank][0]
-        self.done = values["about"]["step"]
-        self._is_required = values["is_required"]
+        _, about, self._is_required, random, self._metrics = read[index_of_rank][0]
+        self.done = about["step"]
         seed_everything(self._seed, self.done, self._share[0])
         if is_same_size:
-            restore_random_state(values["random"])
+            restore_random_state(random)
         continued = read if is_same_size else read[self.rank :: self.world_size]
-        self._ledger.continue_from(earlier["seen"] for earlier, *_ in continued)
-        self._metrics = values["metrics"]
-        self._adopt(values["about"])
+        self._ledger.continue_from(seen for (seen, *_), *_ in continued)
+        self._adopt(about)
 
     def _hold(self, growth: int) -> None:
         """Complete a recovery point, and wait for the growth of the worker group, which continues from it."""
         points = self.recovery_points
         if points.step != self.done:
-            points.make(self.done, self._required_step, self._capture)
+            points.make(self.done, self._capture)
         self.held_for = growth if points.step == self.done else 0
         self._report()
 

@@ -22,12 +22,10 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from io import FileIO
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 
 from prefect_elastic_train.loop.recovery_points import (
@@ -50,13 +48,10 @@ _REPLICATE_SECONDS = 0.005  # between two checks for a new state
 _RETRY_SECONDS = 0.5  # between two requests for memory
 _TRANSFER_SECONDS = 30.0  # timeout of a call that sends bytes to another node, or reads them there
 _CHUNK_BYTES = 64 * 2**20
-_READ_BYTES = 2**22  # read by one thread at once
 _MAX_FAILURES = 3  # transfers in a row that may fail, as at a restart, before that is logged
 _USABLE = 0.9  # share of a node's memory that may be used; Ray kills workers at 0.95
 
 logger = logging.getLogger(__name__)
-
-_threads = ThreadPoolExecutor(4, "recovery memory")
 
 
 def keeper_name(run_id: str, node_id: str) -> str:
@@ -71,13 +66,11 @@ class StoredState(NamedTuple):
         header: The header of the state.
         node_id: The node of the keeper.
         path: The keeper's file, as other processes of the node see it.
-        checksums: The checksums of the state; None: not known.
     """
 
     header: StateHeader
     node_id: str
     path: str
-    checksums: list[int] | None
 
 
 class _File(NamedTuple):
@@ -87,15 +80,19 @@ class _File(NamedTuple):
         group: Attempt and number of the worker group that writes it.
         rank: The rank whose state it has.
         is_replica: True if that rank is on another node.
-        descriptor: The file descriptor.
+        file: The file. It is closed when nothing refers to it any more.
         memory: The file, mapped for reading.
     """
 
     group: tuple[int, int]
     rank: int
     is_replica: bool
-    descriptor: int
+    file: FileIO
     memory: memoryview
+
+    def write(self, data: bytes, start: int) -> None:
+        """Write bytes, by a call: after a mapping for writing, the file could not be made read-only."""
+        os.pwrite(self.file.fileno(), data, start)
 
     @property
     def step(self) -> int:
@@ -120,7 +117,6 @@ class Keeper:
         self._total = get_system_memory()
         self._limit = memory_fraction * self._total
         self._files: dict[str, _File] = {}  # by path
-        self._checksums: dict[str, dict[StateHeader, list[int]]] = {}  # by path, of its newest state
         self._lock = threading.Lock()
         self._neighbor = ""
         self._failures = 0  # transfers in a row that have failed
@@ -146,7 +142,7 @@ class Keeper:
         with self._lock:
             paths = [path for path, file in self._files.items() if file[:3] == (group, rank, is_replica)]
             if len(paths) >= FILES:
-                self._free(min(paths, key=lambda path: self._files[path].step))
+                del self._files[min(paths, key=lambda path: self._files[path].step)]
             used = sum(len(file.memory) for file in self._files.values() if file.is_replica or not is_replica)
             limit = self._limit / 2 if is_replica else self._limit  # the states of this node come first
             free = int(_USABLE * self._total) - get_used_memory()
@@ -157,14 +153,10 @@ class Keeper:
                     f"a file of {size:,} bytes does not fit: recovery points use {used:,} bytes of this node, of at "
                     f"most {limit:,.0f} (recovery_memory_fraction), and {free:,} are free"
                 )
-            descriptor = os.memfd_create("recovery-point", os.MFD_ALLOW_SEALING)
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            try:
-                os.posix_fallocate(descriptor, 0, size)  # so that the first copy is as fast as the later ones
-                self._files[path] = _File(group, rank, is_replica, descriptor, open_file(path))
-            except BaseException:
-                os.close(descriptor)
-                raise
+            file = os.fdopen(os.memfd_create("recovery-point", os.MFD_ALLOW_SEALING), "r+b", buffering=0)
+            os.posix_fallocate(file.fileno(), 0, size)  # so that the first copy is as fast as the later ones
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+            self._files[path] = _File(group, rank, is_replica, file, open_file(path))
         return path
 
     def states(self) -> list[StoredState]:
@@ -176,21 +168,18 @@ class Keeper:
         deadline = time.monotonic() + _WRITER_SECONDS
         states = []
         for path, file in [*self._files.items()]:
-            while not (is_final := _forbid_writes(file.descriptor)) and time.monotonic() < deadline:
+            while not (is_final := _forbid_writes(file.file)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             header = read_header(file.memory)
             if header and is_final:
-                checksums = self._checksums.get(path, {}).get(header)
-                states.append(StoredState(header, self._node_id, path, checksums))
+                states.append(StoredState(header, self._node_id, path))
         return states
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes of a state, for a worker on another node."""
         return bytes(self._files[path].memory[start:stop])
 
-    def write_replica(
-        self, header: StateHeader, path: str, start: int, data: bytes, checksums: list[int] | None
-    ) -> str:
+    def write_replica(self, header: StateHeader, path: str, start: int, data: bytes, is_whole: bool) -> str:
         """Write bytes of the state of a rank on another node.
 
         Args:
@@ -198,7 +187,7 @@ class Keeper:
             path: The file; empty: a new one.
             start: Position of the bytes.
             data: The bytes.
-            checksums: The checksums of the state, with its last bytes; None before.
+            is_whole: True if the state is complete with them.
 
         Returns:
             The path of the file.
@@ -207,20 +196,17 @@ class Keeper:
         path = path or self.reserve((identity.attempt, identity.group), identity.rank, header.size, is_replica=True)
         if not path:
             raise MemoryError("earlier worker groups use the memory")
-        os.pwrite(self._files[path].descriptor, data, start)
-        if checksums:
-            self._checksums[path] = {header: checksums}
-            os.pwrite(self._files[path].descriptor, header.encode(), 0)
+        file = self._files[path]
+        file.write(data, start)
+        if is_whole:
+            file.write(header.encode(), 0)
         return path
 
     def free_before(self, group: tuple[int, int]) -> None:
         """Free the memory of all worker groups before one."""
         with self._lock:
             for path in [path for path, file in self._files.items() if file.group < group]:
-                self._free(path)
-
-    def _free(self, path: str) -> None:
-        os.close(self._files.pop(path).descriptor)
+                del self._files[path]
 
     def _replicate(self) -> None:
         """Process new states of this node's ranks, in a loop. Exit without heartbeats."""
@@ -232,17 +218,16 @@ class Keeper:
 
     def _process_new(self, done: dict[int, StateHeader]) -> None:
         """Compute the checksums of each rank's newest state, and send it to the neighbor, if that was not done."""
-        newest: dict[int, tuple[StateHeader, str]] = {}
-        for path, file in [*self._files.items()]:
+        newest: dict[int, _File] = {}
+        for file in [*self._files.values()]:
             header = None if file.is_replica else read_header(file.memory)
-            known = newest[file.rank][0] if file.rank in newest else done.get(file.rank, ())
-            if header and header > known:
-                newest[file.rank] = (header, path)
+            if header and header > done.get(file.rank, ()):
+                done[file.rank] = header
+                newest[file.rank] = file
         began = time.monotonic()
-        for rank, (header, path) in newest.items():
-            done[rank] = header
+        for rank, file in newest.items():
             try:
-                self._process(header, path)
+                self._process(done[rank], file)
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - a lost node, too little memory there, or an ended group
                 self._failures += 1
@@ -250,32 +235,29 @@ class Keeper:
                     reason = getattr(error, "cause", error)
                     logger.warning("Cannot copy recovery points to another node: %s", reason)
         seconds = struct.pack("d", 0.0 if self._failures else time.monotonic() - began)
-        for _, path in newest.values():
-            with suppress(OSError, KeyError):  # the worker group has ended, and the file is read-only or freed
-                os.pwrite(self._files[path].descriptor, seconds, TRANSFER_SECONDS_AT)
+        for file in newest.values():
+            with suppress(OSError):  # the worker group has ended, and the file is read-only
+                file.write(seconds, TRANSFER_SECONDS_AT)
 
-    def _process(self, header: StateHeader, path: str) -> None:
+    def _process(self, header: StateHeader, file: _File) -> None:
         """Compute the checksums of a state, and send it. If it is overwritten meanwhile, the neighbor gets a part."""
-        memory = self._files[path].memory
-        try:
-            checksums = StateReader(header, lambda start, stop: memory[start:stop]).checksums()
-        except RecoveryPointError:  # it is overwritten already
-            return
-        self._checksums[path] = {header: checksums}
+        memory = file.memory
+        with suppress(RecoveryPointError, OSError):  # it is overwritten already, or the worker group has ended
+            file.write(*StateReader(header, lambda start, stop: memory[start:stop]).checksums())
         neighbor = self._neighbor
         target = ""
         for start, stop in _chunks(HEADER_BYTES, header.size) if neighbor else ():
             data = bytes(memory[start:stop])
             is_whole = stop == header.size and read_header(memory) == header
             keeper = ray.get_actor(keeper_name(self._run_id, neighbor), NAMESPACE)
-            request = keeper.write_replica.remote(header, target, start, data, checksums if is_whole else None)
+            request = keeper.write_replica.remote(header, target, start, data, is_whole)
             target = ray.get(request, timeout=_TRANSFER_SECONDS)
 
 
-def _forbid_writes(descriptor: int) -> bool:
+def _forbid_writes(file: FileIO) -> bool:
     """Forbid all later writes to a file; return False while another process can write it."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     except OSError:
         return False
     return True
@@ -290,23 +272,6 @@ def open_file(path: str, write: bool = False) -> memoryview:
         return memoryview(mapping)
     finally:
         os.close(descriptor)
-
-
-class _LocalFile:
-    """A keeper's file, which is read into one buffer: that is faster than to map it, page by page."""
-
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed with the reader
-        self._buffer = np.empty(0, np.uint8)
-
-    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return some bytes, which are valid until the next call."""
-        if len(self._buffer) < stop - start:
-            self._buffer = np.empty(stop - start, np.uint8)
-        positions = range(start, stop, _READ_BYTES)
-        parts = [self._buffer[first - start : min(first + _READ_BYTES, stop) - start].data for first in positions]
-        list(_threads.map(lambda part, first: os.preadv(self._file.fileno(), [part], first), parts, positions))
-        return self._buffer[: stop - start]
 
 
 def _chunks(start: int, stop: int) -> list[tuple[int, int]]:
@@ -331,11 +296,11 @@ class WorkerMemory:
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
         self._path = ""
-        self._allocating: Future[memoryview | None] | None = None
+        self._request: Any = None
         self._requested_at = 0.0
 
     def reserve(self, size: int) -> memoryview | None:
-        """Request memory of at least ``size`` bytes, without waiting: mapping a gigabyte can take seconds.
+        """Request memory of at least ``size`` bytes, without waiting: to allocate a gigabyte can take seconds.
 
         Returns:
             The memory, once it is there. None: call again later.
@@ -343,29 +308,22 @@ class WorkerMemory:
         Raises:
             MemoryError: There will be no such memory.
         """
-        if self._allocating is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
-            self._requested_at = time.monotonic()
-            self._allocating = _threads.submit(self._allocate, size)
-        if self._allocating is None or not self._allocating.done():
-            return None
-        allocated = self._allocating.result
-        self._allocating = None
-        return allocated()
-
-    def _allocate(self, size: int) -> memoryview | None:
-        request = (self.attempt, self.group), self._rank, size
         try:
-            path = ray.get(self._keeper(self._node_id).reserve.remote(*request), timeout=_TRANSFER_SECONDS)
-            if not path:
+            if self._request is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
+                self._requested_at = time.monotonic()
+                keeper = self._keeper(self._node_id)
+                self._request = keeper.reserve.remote((self.attempt, self.group), self._rank, size)
+            if self._request is None or not ray.wait([self._request], timeout=0)[0]:
                 return None
-            file = open_file(path, write=True)
+            answer = self._request
+            self._request = None
+            path = ray.get(answer)
+            file = open_file(path, write=True) if path else None
         except ray.exceptions.RayTaskError as error:
             raise MemoryError(str(error.cause)) from None
         except (ray.exceptions.RayError, FileNotFoundError, ValueError):
             return None  # there is no keeper yet, or it has just died
-        np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE] = 0  # maps all pages, without the GIL, which MAP_POPULATE holds
         self._path = path
-        self._requested_at = 0.0
         return file
 
     def is_lost(self) -> bool:
@@ -379,14 +337,15 @@ class WorkerMemory:
     def _reader(self, locations: Sequence[StoredState]) -> StateReader:
         location = min(locations, key=lambda location: location.node_id != self._node_id)
         if location.node_id == self._node_id:
-            return StateReader(location.header, _LocalFile(location.path).read, location.checksums)
+            memory = open_file(location.path)
+            return StateReader(location.header, lambda start, stop: memory[start:stop])
         keeper = self._keeper(location.node_id)
 
         def read(start: int, stop: int) -> bytearray:
             requests = (keeper.read.remote(location.path, *chunk) for chunk in _chunks(start, stop))
             return bytearray().join(ray.get(request, timeout=_TRANSFER_SECONDS) for request in requests)
 
-        return StateReader(location.header, read, location.checksums)
+        return StateReader(location.header, read)
 
     def _keeper(self, node_id: str) -> Any:
         return ray.get_actor(keeper_name(self._run_id, node_id), NAMESPACE)

@@ -54,9 +54,8 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     _reporting = 0  # identifier of the loop's thread while it reports
     _saves = False  # True if that report has a checkpoint
 
-    def __init__(self, context: RunContext, has_recovery_points: bool = False) -> None:
+    def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._has_recovery_points = has_recovery_points
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
 
     def begin_group(self, failures: int) -> None:
@@ -66,7 +65,6 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
             failures: Failures of the run so far.
         """
         self.group += 1
-        self.restored_states = ()
         self._context = replace(self._context, failures=failures)
 
     def after_init_train_context(self) -> None:
@@ -76,9 +74,8 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         set_run_context(self._context)
         context = get_train_context()
         use_unique_folders(context, self._context.attempt, self.group)
-        if self._has_recovery_points:
-            identity = (self._context.run_id, self._context.attempt, self.group, context.get_world_rank())
-            recovery_points.memory = WorkerMemory(*identity, self.restored_states)
+        identity = (self._context.run_id, self._context.attempt, self.group, context.get_world_rank())
+        recovery_points.memory = WorkerMemory(*identity, self.restored_states)
         silence_ray_train()
         loop_inspection.track_checkpoint_reads(context)
         report = context.report

@@ -516,7 +516,7 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
 def test_a_group_that_fails_before_its_first_step_from_a_recovery_point_does_not_count(state: State) -> None:
     failure_policy = RunFailurePolicy(FailureConfig(max_failures=0), state)
     failure = WorkerGroupError("a rank failed", {0: RecoveryPointError("damaged")})
-    state.keepers.restored_point = StateId("run", 1, 1, 7, 0, 1, 0)
+    state.keepers.restored_point = StateId("run", 1, 1, 7, 1, 0)
     assert failure_policy.make_decision(failure) is FailureDecision.RETRY
     state.loops.has_stepped = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE

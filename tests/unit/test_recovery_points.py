@@ -36,9 +36,9 @@ from prefect_elastic_train.loop.recovery_points import (
 from prefect_elastic_train.loop.state import State, bytes_of
 from prefect_elastic_train.loop.training_session import _is_whole_in_memory
 from prefect_elastic_train.worker import recovery_memory
-from prefect_elastic_train.worker.recovery_memory import Keeper, _LocalFile, open_file
+from prefect_elastic_train.worker.recovery_memory import Keeper, open_file
 
-IDENTITY = StateId("run", 1, 1, 7, 0, 1, 0)
+IDENTITY = StateId("run", 1, 1, 7, 1, 0)
 
 
 def _bytes(*values: int) -> Any:
@@ -61,8 +61,8 @@ def _header(memory: memoryview) -> StateHeader:
     return found
 
 
-def _reader(memory: memoryview, header: StateHeader | None = None, checksums: Any = None) -> StateReader:
-    return StateReader(header or _header(memory), lambda start, stop: memory[start:stop], checksums)
+def _reader(memory: memoryview, header: StateHeader | None = None) -> StateReader:
+    return StateReader(header or _header(memory), lambda start, stop: memory[start:stop])
 
 
 # The format of a state
@@ -88,18 +88,19 @@ def test_another_state_is_not_read_as_the_one_that_was_listed() -> None:
     for identity in (IDENTITY._replace(step=8), IDENTITY):
         write_state(memory, identity, [_bytes(1)])
         with pytest.raises(RecoveryPointError, match="was overwritten"):
-            len(_reader(memory, listed))
+            _reader(memory, listed).description()
 
 
 @given(st.data())
 def test_no_byte_of_an_array_changes_unseen(data: st.DataObject) -> None:
     arrays = [_bytes(*range(100)), _bytes(*range(50))]
     memory = _state(IDENTITY, arrays)
-    checksums = _reader(memory).checksums()
+    checksums, start = _reader(memory).checksums()
+    memory[start : start + len(checksums)] = checksums
     place = data.draw(st.sampled_from([*range(4096, 4096 + 16), *range(4160, 4160 + 100), *range(4288, 4288 + 50)]))
     memory[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RecoveryPointError, match="damaged"):
-        [bytes(_reader(memory, None, checksums)._array(number)) for number in range(2)]
+        [bytes(_reader(memory)._array(number)) for number in range(2)]
 
 
 # Which point is restored
@@ -108,10 +109,8 @@ def test_no_byte_of_an_array_changes_unseen(data: st.DataObject) -> None:
 Point = tuple[int, int, int]
 
 
-def _states(
-    *points: Point, ranks: tuple[int, ...] = (0, 1), world: int = 2, run: str = "run", required: int = 0
-) -> Any:
-    return [StateId(run, *point, required, world, rank) for point in points for rank in ranks]
+def _states(*points: Point, ranks: tuple[int, ...] = (0, 1), world: int = 2, run: str = "run") -> Any:
+    return [StateId(run, *point, world, rank) for point in points for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,6 @@ def _states(
         (_states((1, 1, 99), run="another"), (1, 1, 10), None),
         ([*_states((1, 1, 12), world=3)], (0, 0, 0), None),  # two of three
         ([*_states((1, 1, 12), ranks=(0,)), *_states((1, 2, 12), ranks=(1,))], (0, 0, 0), None),  # of two groups
-        ([*_states((1, 1, 12)), *_states((1, 1, 14), required=12)], (1, 1, 10), (1, 1, 12)),  # 12 has a score
-        (_states((1, 1, 14), required=12), (1, 1, 12), (1, 1, 14)),  # whose checkpoint is committed
     ],
 )
 def test_the_newest_point_of_all_ranks_that_is_newer_than_the_commit_is_restored(
@@ -174,7 +171,7 @@ def _points(monkeypatch: pytest.MonkeyPatch, memory: Memory, interval: int | str
 
 def _make(points: RecoveryPoints, *steps: int, size: int = 3) -> None:
     for step in steps:
-        points.make(step, 0, lambda: ({}, [np.zeros(size, np.uint8)]))
+        points.make(step, lambda: ({}, [np.zeros(size, np.uint8)]))
 
 
 def _steps(memory: Memory) -> list[int]:
@@ -199,7 +196,7 @@ def test_a_second_point_of_a_step_replaces_the_first(monkeypatch: pytest.MonkeyP
     memory = Memory()
     points = _points(monkeypatch, memory)
     _make(points, *range(1, 8))
-    points.make(7, 0, lambda: ("second", []))
+    points.make(7, lambda: ("second", []))
     assert sorted(_steps(memory)) == [6, 7]
     [newest] = [file for file in memory.files if _header(file).identity.step == 7]
     assert _reader(newest).description() == "second"
@@ -243,7 +240,7 @@ def test_a_state_that_cannot_be_pickled_turns_them_off_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     points = _points(monkeypatch, Memory())
-    points.make(1, 0, lambda: (lambda: None, []))
+    points.make(1, lambda: (lambda: None, []))
     assert not points.is_on
     assert "pickle" in caplog.text
 
@@ -260,7 +257,7 @@ def test_the_automatic_interval_blocks_the_loop_for_a_hundredth_of_the_time(monk
     for step in range(1, 20):
         now[0] += 0.08
         if step % points.plan(3600.0) == 0:
-            points.make(step, 0, capture)
+            points.make(step, capture)
     assert points.plan(1e9) > points.plan(3600.0) >= 20, "of steps of 0.1 s"
     assert 20 <= points.plan(0.001) <= 25
 
@@ -364,7 +361,7 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     [newest] = there.states()  # that of 3 before was replaced by a part of 4
     assert newest.header.identity.step == 3
     read = partial(there.read, newest.path)
-    assert set(StateReader(newest.header, read, newest.checksums)[0]) == {4}
+    assert set(StateReader(newest.header, read)[0]) == {4}
 
 
 def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() -> None:
@@ -376,7 +373,7 @@ def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() ->
     gc.collect()
     [state] = keeper.states()
     with pytest.raises(RecoveryPointError, match="damaged"):
-        StateReader(state.header, partial(keeper.read, state.path), state.checksums).description()
+        StateReader(state.header, partial(keeper.read, state.path)).description()
 
 
 # States
@@ -385,10 +382,15 @@ def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() ->
 def _restored(state: Any, into: Any, ranks: int = 1) -> Any:
     description, arrays = state.capture()
     parts = [np.frombuffer(pickle.dumps(description), np.uint8), *arrays]
-    path = _keeper().reserve((1, 1), 0, state_size(parts))
+    keeper = _keeper()
+    path = keeper.reserve((1, 1), 0, state_size(parts))
     file = open_file(path, write=True)
     write_state(file, IDENTITY, parts)
-    readers = [StateReader(_header(file), _LocalFile(path).read) for _ in range(ranks)]
+    header = _header(file)
+    del file
+    keeper._process_new({})
+    restored = open_file(path)
+    readers = [StateReader(header, lambda start, stop: restored[start:stop]) for _ in range(ranks)]
     into.restore([(reader.description(), reader) for reader in readers], 0)
     return into
 

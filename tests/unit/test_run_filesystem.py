@@ -22,6 +22,7 @@ from prefect_elastic_train.controller import checkpoint_manager
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.loop import context as run_context
+from prefect_elastic_train.loop import recovery_points
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, remove_leftovers
@@ -49,11 +50,14 @@ def test_a_worker_has_the_context_of_its_run_and_metrics_of_any_type_are_reporte
         get_all_reported_checkpoints=None,
         checkpoint=None,
         storage_context=SimpleNamespace(),
+        get_world_rank=lambda: 0,
         _sync_checkpoint_dir_name_across_ranks=None,
     )
     monkeypatch.setattr(context, "_train_context", worker)
     monkeypatch.setattr(run_context, "current", None)  # put back afterwards
     monkeypatch.setattr(worker_callbacks, "silence_ray_train", lambda: None)  # other tests of this process log
+    monkeypatch.setattr(worker_callbacks, "WorkerMemory", lambda *_: None)  # without a cluster
+    monkeypatch.setattr(recovery_points, "memory", None)
     run = RunContext("mnist", "1", 1, "", "")
     pickle.loads(pickle.dumps(WorkerHooks(run))).after_init_train_context()
     assert run_context.run_context() == run
