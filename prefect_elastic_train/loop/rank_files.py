@@ -7,17 +7,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.npz")
+#: Name of a rank file (:func:`rank_file`), with the rank and the world size.
+RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.npz")
 
 
 def rank_file(directory: str | Path, rank: int, world_size: int) -> Path:
     """Return the path of a rank file: the file with a rank's random state and ledger in a session's checkpoint."""
     return Path(directory) / f"rank-{rank:05}-of-{world_size:05}.npz"
-
-
-def is_rank_file(name: str) -> bool:
-    """Return True if a file name of a checkpoint is that of a rank file (:func:`rank_file`)."""
-    return _RANK_FILE.fullmatch(name) is not None
 
 
 def missing_rank_files_message(names: Iterable[str]) -> str:
@@ -29,7 +25,7 @@ def missing_rank_files_message(names: Iterable[str]) -> str:
         names: Names of the checkpoint's files.
     """
     files = set(names)
-    sizes = {int(match[2]) for match in map(_RANK_FILE.fullmatch, files) if match is not None}
+    sizes = {int(match[2]) for match in map(RANK_FILE.fullmatch, files) if match is not None}
     expected = {rank_file("", rank, size).name for size in sizes for rank in range(size)}
     missing = sorted(expected - files)
     return f"{len(missing)} of {len(expected)} ranks did not store their part, first {missing[0]}" if missing else ""

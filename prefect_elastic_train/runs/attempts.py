@@ -5,8 +5,8 @@ import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
+from typing import NamedTuple
 
 import psutil
 
@@ -20,14 +20,9 @@ from prefect_elastic_train.storage.store import RunStore
 from . import layout
 from .commits import adopt_snapshot, restore_snapshot
 from .heartbeat import driver_process, is_alive
-from .run_directory import (
-    RECENT,
-    SEED_COMMIT,
-    RecordedAttempt,
-    ResumePoint,
-    RunDirectory,
-)
+from .run_directory import SEED_COMMIT, RecordedAttempt, ResumePoint, RunDirectory
 
+_RECENT = 10  # number of the newest attempts that are searched for those of this call of ``elastic_train``
 _MAX_TRIES = 20  # number of tries of a takeover; each was prevented by a change of the run in between
 #: Size limit of an attempt's message in the record of its end. A quarter goes into the error about an exhausted budget.
 _MESSAGE_BYTES = 4000
@@ -36,8 +31,7 @@ _COUNTED = {outcome.value for outcome in Outcome if outcome.retryable or outcome
 _VERSIONS = {"ray": version("ray"), "prefect-elastic-train": __version__, "python": sys.version.split()[0]}
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """Result of :func:`begin_attempt`: an attempt that holds the fence, so that its driver can train the run."""
 
     attempt: int
@@ -193,7 +187,7 @@ def _check_not_superseded(run: RunDirectory, owner: Owner) -> None:
     holder = run.owner
     if not holder or holder.supervisor == owner.supervisor:
         return
-    records = filter(None, map(run.attempt_record, run.attempt_numbers[-RECENT:]))
+    records = filter(None, map(run.attempt_record, run.attempt_numbers[-_RECENT:]))
     was_holder = any(record.owner.supervisor == owner.supervisor for record in records)
     is_same_execution = 0 < owner.execution == holder.execution
     if was_holder or (is_same_execution and not run.newest_attempt.ended and is_alive(run.store, holder)):

@@ -130,7 +130,7 @@ class CommitLog:
             manifest=self._list_files(snapshot),
         )
         self._run = RunDirectory(self._store, self._attempt)
-        while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
+        while not self._store.create(layout.commit_name(*record.id), encode(record)):
             record = record.model_copy(update={"sequence": record.sequence + 1})
         check_fence(self._store, self._attempt)
         if is_full:

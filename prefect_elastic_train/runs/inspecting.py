@@ -3,7 +3,7 @@
 import enum
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -47,7 +47,7 @@ class RunSummary(BaseModel):
     detail: str = ""  # reason for the state
     attempts: int = 0
     reports: int = 0  # up to the newest commit, over all attempts
-    metrics: dict[str, Any] = Field(default_factory=dict)  # reported with the newest checkpoint
+    metrics: dict[str, Any] = {}  # reported with the newest checkpoint
     #: Number of checkpoints in the newest commit, and the size of their files in bytes.
     checkpoints: int = 0
     size_bytes: int = 0
@@ -66,7 +66,7 @@ class RunDetails(BaseModel):
     started_from: str  # URI of another run's checkpoint, empty for none; it may be deleted by now
     attempts: list[RecordedAttempt]
     commit: CommitRecord | None  # the newest that counts, without checkpoints that were dropped since
-    best_checkpoint: str = ""  # folder of the best checkpoint of that commit; empty if none has the score
+    best_checkpoint: str  # folder of the best checkpoint of that commit; empty if none has the score
     accounts: Accounts  # without the rows of the history
     goodput: float
 
@@ -77,11 +77,11 @@ class Verification(BaseModel):
     name: str
     uri: str
     whole: bool = False  # no repair is needed
-    resume: str = ""  # message about what a resume would do
+    resume: str  # message about what a resume would do
     checkpoint: str = ""  # that a resume would start from, empty for none
     commit: str = ""
-    repairs: list[str] = Field(default_factory=list)  # messages about what a resume would repair or drop
-    leftovers: dict[str, int] = Field(default_factory=dict)  # size in bytes of folders that no commit needs
+    repairs: list[str] = []  # messages about what a resume would repair or drop
+    leftovers: dict[str, int] = {}  # size in bytes of folders that no commit needs
 
 
 def summarize(run: RunDirectory) -> RunSummary | None:

@@ -6,7 +6,6 @@ taken: a driver that seemed dead stops at its next check of the fence, and a new
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
@@ -35,14 +34,13 @@ class Deletion(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class RunPlan:
+class RunPlan(NamedTuple):
     """The planned deletions in a run, and the run's newest attempt and commit when they were planned."""
 
     run: str
     newest_attempt: int
     newest_commit: layout.CommitId | None
-    deletions: list[Deletion] = field(default_factory=list)
+    deletions: list[Deletion]
     skipped: str = ""  # reason why nothing may be deleted; empty if something is, or if there is nothing to delete
 
 
@@ -54,10 +52,10 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
     """
     try:
         summary = summarize(run)
-        plan = RunPlan(run.name, run.newest_attempt.number, run.newest_commit_id)
+        plan = RunPlan(run.name, run.newest_attempt.number, run.newest_commit_id, [])
         if not summary:
             return plan
-        has_no_end = summary.attempts and not run.newest_attempt.ended
+        has_no_end = summary.life is not None
         is_interrupted = summary.state is RunState.DELETING
         idle_seconds = time.time() - (summary.last_activity_at or 0.0)
         if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
@@ -74,7 +72,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
             reason = f"{summary.state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
             if is_interrupted:
                 reason = "its deletion was interrupted"
-            return replace(plan, deletions=[Deletion("", sum(run.file_sizes().values()), reason)])
+            return plan._replace(deletions=[Deletion("", sum(run.file_sizes().values()), reason)])
         if run.resume_point.repairs:
             raise AttemptFailedError(f"a resume repairs it first: {run.resume_point.repairs[0]}")
         leftovers = [Deletion(folder, size, "no commit needs it") for folder, size in run.leftovers.items()]
@@ -82,9 +80,9 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
             raise AttemptFailedError(
                 "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
             )
-        return replace(plan, deletions=leftovers)
+        return plan._replace(deletions=leftovers)
     except AttemptFailedError as error:  # also if commits are lost, or another version wrote the run
-        return RunPlan(run.name, 0, None, skipped=str(error))
+        return RunPlan(run.name, 0, None, [], skipped=str(error))
 
 
 def delete_planned(store: RunStore, plan: RunPlan) -> Iterator[Deletion]:
@@ -124,7 +122,7 @@ def _delete_run(store: RunStore, plan: RunPlan) -> None:
     if not store.create(layout.attempt_name(number), encode(record)):
         raise RunChangedError(f"run {plan.run} has changed meanwhile")
     try:
-        _check_unchanged(RunDirectory(store, number - 1), replace(plan, newest_attempt=number))
+        _check_unchanged(RunDirectory(store, number - 1), plan._replace(newest_attempt=number))
     except RunChangedError:
         store.delete(layout.attempt_name(number))
         raise

@@ -7,9 +7,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -35,8 +34,6 @@ from .layout import CommitId
 
 SEED_COMMIT = (0, 0)  # id of the first commit of a run that starts from another run's checkpoint
 PRUNER = "elastic-train runs prune"  # owner of the attempt that holds a run while it is deleted
-#: Number of the newest attempts that are read where older ones do not matter.
-RECENT = 10
 _RAYS_NAME = re.compile(r"checkpoint_\d")  # Ray Train's name of a checkpoint to which the loop gives none
 _ATTEMPT = re.compile(r"(\d{4,})\.json")
 _COMMIT = re.compile(r"(\d{4,})-(\d{6,})\.json")
@@ -71,13 +68,12 @@ class RecordedAttempt(BaseModel, frozen=True):
         return self.owner is not None and self.owner.flow_run_id == PRUNER
 
 
-@dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """The commit and checkpoint that an attempt starts from."""
 
-    commit: CommitRecord | None = None  # without its damaged checkpoints; None for a start from scratch
-    dropped: list[str] = field(default_factory=list)  # names of damaged checkpoints
-    repairs: list[str] = field(default_factory=list)  # messages about what was repaired or dropped
+    commit: CommitRecord | None  # without its damaged checkpoints; None for a start from scratch
+    dropped: list[str]  # names of damaged checkpoints
+    repairs: list[str]  # messages about what was repaired or dropped
 
     @property
     def base(self) -> CommitId | None:
@@ -179,8 +175,8 @@ class RunDirectory:
 
         No number is used twice, even if an attempt's record was removed by hand.
         """
-        writers = [written_by(folder) for folder in self._folders]
-        return max([0, *self.attempt_numbers, *(attempt for attempt, _ in self.commit_ids), *writers]) + 1
+        committers = (attempt for attempt, _ in self.commit_ids)
+        return max([0, *self.attempt_numbers, *committers, *map(written_by, self._folders)]) + 1
 
     @property
     def mirror(self) -> dict[str, Any] | None:

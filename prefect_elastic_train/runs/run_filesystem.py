@@ -35,7 +35,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         commits: Writes the commits of the attempt.
     """
 
-    def __init__(self, store: RunStore, attempt: int = 0) -> None:
+    def __init__(self, store: RunStore, attempt: int) -> None:
         self.store = store
         self.attempt = attempt
         self.commits = CommitLog(store, attempt)

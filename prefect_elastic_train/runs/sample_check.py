@@ -61,8 +61,6 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
     if not folders:
         return None
     is_exact: dict[int, bool] = {}  # by step
-    about: dict[str, Any] = {}
-    total = np.zeros(3, dtype=np.uint64)
     for folder in folders:  # the newest last
         try:
             about, parts = _read(run, folder)

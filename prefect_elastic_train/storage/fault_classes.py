@@ -14,22 +14,22 @@ from prefect_elastic_train.core.outcomes import StorageFaultError
 
 
 class Fault(NamedTuple):
-    """A fault of a storage: its short name, whether a person must fix it, and the remedy."""
+    """A fault of a storage: its short name, the remedy, and whether a person must fix it."""
 
     kind: str
-    permanent: bool
     advice: str = ""
+    permanent: bool = True
 
 
 _UNREACHABLE = Fault("connection", permanent=False)
 _BUSY = Fault("busy", permanent=False)
 _CREDENTIALS = Fault(
-    "credentials", True, "set valid credentials in the storage block, which may read, write, list and delete here"
+    "credentials", "set valid credentials in the storage block, which may read, write, list and delete here"
 )
 _EXPIRED = Fault(
-    "credentials expired", True, "renew them in the storage block, or use ambient credentials, which are renewed"
+    "credentials expired", "renew them in the storage block, or use ambient credentials, which are renewed"
 )
-_TLS = Fault("TLS", True, "set ca_bundle for its certificate and the right endpoint_url in the storage block")
+_TLS = Fault("TLS", "set ca_bundle for its certificate and the right endpoint_url in the storage block")
 
 _CODES: dict[Fault | None, str] = {
     # No fault of the storage: an object does not exist, exists, or is shorter than requested.
@@ -53,16 +53,16 @@ _CODES: dict[Fault | None, str] = {
     # The response to a HEAD has no body, so an expired token has no other code.
     _EXPIRED._replace(kind="credentials or request refused"): "400",
     _TLS: "ClientConnectorCertificateError SSLCertVerificationError SSLError",
-    Fault("clock", True, "set this machine's clock"): "RequestTimeTooSkewed",
-    Fault("no such bucket", True, "create the bucket, or correct its name in the storage block"): "NoSuchBucket",
-    Fault("wrong region", True, "set the bucket's region in the storage block"): """301 AuthorizationHeaderMalformed
+    Fault("clock", "set this machine's clock"): "RequestTimeTooSkewed",
+    Fault("no such bucket", "create the bucket, or correct its name in the storage block"): "NoSuchBucket",
+    Fault("wrong region", "set the bucket's region in the storage block"): """301 AuthorizationHeaderMalformed
         IllegalLocationConstraintException PermanentRedirect InvalidRegionError NoRegionError""",
     Fault(
-        "no space", True, "make room or raise the quota; `elastic-train runs prune` deletes files that no resume needs"
+        "no space", "make room or raise the quota; `elastic-train runs prune` deletes files that no resume needs"
     ): "507 QuotaExceeded XMinioStorageFull EDQUOT ENOSPC",
-    Fault("read-only", True, "give this user write permission, or use another path"): "EACCES EPERM EROFS",
+    Fault("read-only", "give this user write permission, or use another path"): "EACCES EPERM EROFS",
     Fault(
-        "not supported", True, "use a disk, NFS, or a store such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
+        "not supported", "use a disk, NFS, or a store such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
     ): "501 505 NotImplemented ENOSYS ENOTSUP EOPNOTSUPP",
 }
 _FAULTS = {code: fault for fault, codes in _CODES.items() for code in codes.split()}
@@ -76,11 +76,11 @@ def diagnose(error: BaseException) -> Fault | None:
     If there are several faults, a permanent one has priority.
     """
     if isinstance(error, StorageFaultError):
-        return Fault(error.kind, error.permanent)
+        return Fault(error.kind, permanent=error.permanent)
     errors = list(chain(error))
     # An HTTP response is more reliable than the exceptions that a client derives from it.
     responses = [item for item in errors if any(_http_response(item))]
-    faults = [fault for fault in map(_diagnose_single, responses or errors) if fault is not None]
+    faults = [*filter(None, map(_diagnose_single, responses or errors))]
     # The original exception is more specific than those raised from it, so the last one counts.
     return max(reversed(faults), key=lambda fault: fault.permanent, default=None)
 
@@ -110,7 +110,7 @@ def _diagnose_single(error: BaseException) -> Fault | None:
         if status >= 500:  # also unofficial ones of proxies
             return _BUSY
         advice = "check the credentials, and the storage's log"
-        return Fault(f"refused ({specific})", True, advice) if status >= 400 else None
+        return Fault(f"refused ({specific})", advice) if status >= 400 else None
     if isinstance(error, OSError) and error.errno is not None:
         fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
     return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault

@@ -57,14 +57,14 @@ class Storage:
         scheme = self.uri.partition("://")[0]
         try:
             if isinstance(self.settings, S3StorageSettings):
-                from prefect_elastic_train.storage.s3 import S3Files
+                from .s3 import S3Files
 
                 return S3Files(self.settings, self.retries)
             import fsspec
 
             assert isinstance(self.settings, FsspecStorageSettings)
             options = {"skip_instance_cache": True, "use_listings_cache": False}
-            return fsspec.filesystem(scheme, **{**options, **self.settings.options, **self.settings.hidden_options})
+            return fsspec.filesystem(scheme, **(options | self.settings.options | self.settings.hidden_options))
         except Exception as error:  # noqa: BLE001 - each client has its own exceptions
             problem = self.retries.without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(

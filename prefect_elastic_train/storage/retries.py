@@ -3,8 +3,6 @@
 They run below Ray, in every process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -15,7 +13,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
@@ -113,7 +111,7 @@ class Retries:
         outage: A file; while it exists, the storage does not answer. For rehearsals.
     """
 
-    seconds: float = 300.0
+    seconds: float
     storage: str = "the storage"
     secrets: tuple[str, ...] = field(default=(), repr=False)
     outage: str = ""
@@ -155,10 +153,6 @@ class Retries:
     def _check_outage(self) -> None:
         if self.outage and os.path.exists(self.outage):
             raise TimeoutError("no answer: this outage is rehearsed")
-
-    def with_limit(self, seconds: float) -> Retries:
-        """Return a copy of this retry policy that retries for at most ``seconds``."""
-        return replace(self, seconds=min(seconds, self.seconds))
 
     def without_secrets(self, text: str) -> str:
         """Return text in which asterisks replace the secrets of the storage."""
@@ -205,7 +199,7 @@ class Retries:
         has_secret = any(secret in text for secret in self.secrets for text in texts)
         if isinstance(error, StorageFaultError) or (fault is None and not has_secret):
             return error
-        fault = fault or Fault("unknown", True, "correct the settings of the storage block")
+        fault = fault or Fault("unknown", "correct the settings of the storage block")
         outlook = f"{attempts}. Is it up and reachable from this machine?"
         remedy = f"To go on, {fault.advice}" if fault.permanent else outlook
         message = f"{self.storage}: cannot {title}: {fault.kind}: {self._summary(error)}. {remedy}"

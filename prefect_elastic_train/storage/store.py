@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from typing_extensions import Self
 
-from prefect_elastic_train.loop.rank_files import is_rank_file
+from prefect_elastic_train.loop.rank_files import RANK_FILE
 
 from .retries import Retries
 
@@ -71,7 +72,7 @@ class RunStore(abc.ABC):
     def with_retry_limit(self, seconds: float) -> Self:
         """Return a copy of this store whose operations are retried for at most ``seconds``."""
         limited = copy.copy(self)
-        limited.retries = self.retries.with_limit(seconds)
+        limited.retries = replace(self.retries, seconds=min(seconds, self.retries.seconds))
         return limited
 
     @abc.abstractmethod
@@ -157,7 +158,7 @@ class RunStore(abc.ABC):
         if os.path.isfile(source):
             self._upload_files([(source, name)])
         elif files := [(path, f"{name}/{os.path.relpath(path, source)}") for path in _files_below(source)]:
-            last = [file for file in files if is_rank_file(os.path.relpath(file[0], source))]
+            last = [file for file in files if RANK_FILE.fullmatch(os.path.relpath(file[0], source))]
             self._upload_files([file for file in files if file not in last])
             self._upload_files(last)
         else:
@@ -205,7 +206,7 @@ class LocalRunStore(RunStore):
         return self.read(name) == data
 
     @retried("write")
-    def replace(self, name: str, data: bytes = b"", source: str = "") -> None:
+    def replace(self, name: str, data: bytes, source: str = "") -> None:
         # Ranks may write files of the same name concurrently: one of them remains, complete.
         with _temporary(self._root / name, data, source) as temporary:
             os.replace(temporary, self._root / name)
@@ -287,7 +288,7 @@ def _files_below(folder: str) -> Iterator[str]:
 
 
 @contextmanager
-def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[str]:
+def _temporary(target: Path, data: bytes, source: str = "") -> Iterator[str]:
     """Write data, or copy a file, to a temporary file beside a target, and yield its path.
 
     The ``with`` block renames or links the temporary file to the target.

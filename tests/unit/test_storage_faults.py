@@ -311,4 +311,4 @@ def test_a_fault_keeps_what_it_says_on_its_way_between_processes(permanent: bool
     copy = pickle.loads(pickle.dumps(StorageFaultError("s3://b: no space", kind="no space", permanent=permanent)))
     assert type(copy) is StorageFaultError
     assert (str(copy), copy.kind, copy.permanent) == ("s3://b: no space", "no space", permanent)
-    assert diagnose(copy) == Fault("no space", permanent)
+    assert diagnose(copy) == Fault("no space", permanent=permanent)
