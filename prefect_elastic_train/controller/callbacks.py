@@ -193,7 +193,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             ev.WorkerGroupStarted(
                 world_size=len(ranks),
                 checkpoint=state.checkpoint,
-                restored_step=restored[0][0].header.identity.step if restored else 0,
+                restored_step=restored[0][0].header.step if restored else 0,
                 ranks=ranks,
                 parts=state.phases,
             )

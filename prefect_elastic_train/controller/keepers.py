@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from prefect_elastic_train.core.checkpoint_names import age_of
 from prefect_elastic_train.core.records import CommitRecord
-from prefect_elastic_train.loop.recovery_points import StateId, newest_point
+from prefect_elastic_train.loop.recovery_points import StateHeader, newest_point
 from prefect_elastic_train.worker.recovery_memory import NAMESPACE, Keeper, StoredState, keeper_name
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._fraction = memory_fraction
         self._keepers: dict[str, Any] = {}  # actors by node
         self.are_used = False
-        self.restored_point: StateId | None = None
-        self._starts: Counter[StateId] = Counter()  # by recovery point
+        self.restored_point: StateHeader | None = None
+        self._starts: Counter[StateHeader] = Counter()  # by recovery point
         self._workers: list[Any] = []
         self._nodes: list[str] = []  # those of the workers, if their session makes recovery points
         self._heartbeat_at = 0.0
@@ -118,7 +118,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._starts[point] += 1
         self.free_before(point.attempt, point.group)
         ranks = range(point.world_size)
-        return [[state for state in states if state.header.identity == (*point[:-1], rank)] for rank in ranks]
+        return [[state for state in states if state.header[:6] == (*point[:5], rank)] for rank in ranks]
 
     def _list_states(self, committed: tuple[int, int, int]) -> list[StoredState]:
         """Return the states that the keepers hold. If there is a point, keepers that do not answer are left out."""
@@ -135,8 +135,8 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
                 break
         return states
 
-    def _newest(self, states: list[StoredState], committed: tuple[int, int, int]) -> StateId | None:
-        return newest_point((state.header.identity for state in states), self._run_id, committed)
+    def _newest(self, states: list[StoredState], committed: tuple[int, int, int]) -> StateHeader | None:
+        return newest_point((state.header for state in states), self._run_id, committed)
 
     def free_before(self, attempt: int, group: int) -> None:
         """Free the memory of all worker groups before one."""

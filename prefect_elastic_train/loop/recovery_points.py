@@ -57,8 +57,8 @@ class RecoveryPointError(RuntimeError):
     """The state of a rank in memory is incomplete or damaged."""
 
 
-class StateId(NamedTuple):
-    """The identity of the state of one rank after a step.
+class StateHeader(NamedTuple):
+    """The header of the state of one rank after a step. Later states are greater.
 
     Attributes:
         run_id: The id of the run.
@@ -67,6 +67,9 @@ class StateId(NamedTuple):
         step: Optimizer steps that were done.
         world_size: The number of workers of the group.
         rank: The rank.
+        made_at: Monotonic clock of the node in nanoseconds: a second state of the same step is later.
+        arrays: Number of arrays, with the description.
+        size: Bytes of the state.
     """
 
     run_id: str
@@ -75,42 +78,6 @@ class StateId(NamedTuple):
     step: int
     world_size: int
     rank: int
-
-
-def newest_point(states: Iterable[StateId], run_id: str, committed: tuple[int, int, int]) -> StateId | None:
-    """Return the newest recovery point that a worker group may restore, by the identity of its rank 0; None: none.
-
-    A later attempt or worker group has continued from what the earlier ones had committed or held in memory, so its
-    points are newer, whatever their steps. A point is complete if there is a state of each rank.
-
-    Args:
-        states: States that can be read. Those of other runs are ignored.
-        run_id: The id of the run.
-        committed: Attempt, worker group and step of the newest committed checkpoint. Older points are ignored.
-    """
-    ranks: defaultdict[StateId, set[int]] = defaultdict(set)
-    for state in states:
-        if state.run_id == run_id and state[1:4] > committed:
-            ranks[state._replace(rank=0)].add(state.rank)
-    return max((point for point, known in ranks.items() if known == {*range(point.world_size)}), default=None)
-
-
-#: Module state, which the training sets in a worker before the loop begins: memory that outlives this process, a
-#: ``worker.recovery_memory.WorkerMemory``. None: there are no recovery points.
-memory: Any = None
-
-
-class StateHeader(NamedTuple):
-    """The header of a rank's state in memory.
-
-    Attributes:
-        identity: The identity of the state.
-        made_at: Monotonic clock of the node in nanoseconds: a second state of the same step is later.
-        arrays: Number of arrays, with the description.
-        size: Bytes of the state.
-    """
-
-    identity: StateId
     made_at: int
     arrays: int
     size: int
@@ -126,10 +93,32 @@ def read_header(source: Any) -> StateHeader | None:
     if not text.startswith(_MAGIC):
         return None
     try:
-        identity, *more = json.loads(text[len(_MAGIC) :])
+        return StateHeader(*json.loads(text[len(_MAGIC) :]))
     except ValueError:  # it is being overwritten
         return None
-    return StateHeader(StateId(*identity), *more)
+
+
+def newest_point(states: Iterable[StateHeader], run_id: str, committed: tuple[int, int, int]) -> StateHeader | None:
+    """Return the newest recovery point that a worker group may restore, by the header of its rank 0; None: none.
+
+    A later attempt or worker group has continued from what the earlier ones had committed or held in memory, so its
+    points are newer, whatever their steps. A point is complete if there is a state of each rank.
+
+    Args:
+        states: States that can be read. Those of other runs are ignored.
+        run_id: The id of the run.
+        committed: Attempt, worker group and step of the newest committed checkpoint. Older points are ignored.
+    """
+    points: defaultdict[tuple[Any, ...], dict[int, StateHeader]] = defaultdict(dict)
+    for state in states:
+        if state.run_id == run_id and state[1:4] > committed:
+            points[state[:5]][state.rank] = state
+    return max((ranks[0] for (*_, world_size), ranks in points.items() if len(ranks) == world_size), default=None)
+
+
+#: Module state, which the training sets in a worker before the loop begins: memory that outlives this process, a
+#: ``worker.recovery_memory.WorkerMemory``. None: there are no recovery points.
+memory: Any = None
 
 
 def state_size(arrays: Sequence[ByteArray]) -> int:
@@ -137,14 +126,14 @@ def state_size(arrays: Sequence[ByteArray]) -> int:
     return _first_array(len(arrays)) + sum(_aligned(len(array)) for array in arrays)
 
 
-def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArray]) -> None:
+def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[ByteArray]) -> None:
     """Copy arrays into memory. The header is written last, so until then readers find no state there.
 
     The keeper computes checksums later: here, they would block the loop for as long as the copy does.
 
     Args:
         target: The memory, of at least :func:`state_size` bytes.
-        identity: The identity of the state.
+        identity: The first six values of the header.
         arrays: The description and the arrays.
     """
     target[: len(_MAGIC)] = bytes(len(_MAGIC))
@@ -159,7 +148,7 @@ def write_state(target: memoryview, identity: StateId, arrays: Sequence[ByteArra
             targets.append(memory[start + first :][: len(sources[-1])])
         start += _aligned(len(array))
     list(_run_all(start)(np.copyto, targets, sources))
-    header = StateHeader(identity, time.monotonic_ns(), len(arrays), start).encode()
+    header = StateHeader._make((*identity, time.monotonic_ns(), len(arrays), start)).encode()
     target[len(_MAGIC) : len(header)] = header[len(_MAGIC) :]
     target[: len(_MAGIC)] = _MAGIC
 
@@ -227,8 +216,8 @@ class StateReader(Sequence[ByteArray]):
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
-            *_, step, _, rank = self._header.identity
-            raise RecoveryPointError(f"the recovery point of rank {rank}, step {step} is damaged or was overwritten")
+            where = f"rank {self._header.rank}, step {self._header.step}"
+            raise RecoveryPointError(f"the recovery point of {where} is damaged or was overwritten")
 
 
 def _run_all(size: int) -> Callable[..., Iterable[Any]]:
@@ -261,7 +250,7 @@ class RecoveryPoints:
         step: Step of the last one; 0: none was made.
     """
 
-    def __init__(self, interval: int | str, run_id: str, rank: int, world_size: int) -> None:
+    def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
         is_number = isinstance(interval, int) and interval >= 1
         if not is_number and interval not in ("auto", "off"):
             raise ValueError(f'recovery_points={interval!r}: give a number of steps, "auto" or "off"')
@@ -272,7 +261,6 @@ class RecoveryPoints:
         self.seconds = 0.0
         self.step = 0
         self._size_and_rank = (world_size, rank)
-        self._run_id = run_id
         self._made = 0
         self._files: list[memoryview] = []  # the newest comes last
         self._needed = 0  # bytes of a file; 0: not known yet
@@ -350,8 +338,7 @@ class RecoveryPoints:
             self._files.append(self._files.pop(0))
         elif size > len(self._files[-1]):
             return
-        identity = (self._run_id, self._memory.attempt, self._memory.group, step, *self._size_and_rank)
-        write_state(self._files[-1], StateId(*identity), arrays)
+        write_state(self._files[-1], (*self._memory.group, step, *self._size_and_rank), arrays)
         if self.step and step > self.step:
             self._step_seconds = min(self._step_seconds, (began - self._made_at) / (step - self.step))
         self.seconds = time.monotonic() - began

@@ -188,7 +188,7 @@ class Session(AbstractContextManager["Session"]):
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
         self.cadence = Cadence(save_every, save_within, context.failures, context.trained_seconds, context.ends_at)
-        self.recovery_points = RecoveryPoints(recovery_points, context.run_id, self.rank, self.world_size)
+        self.recovery_points = RecoveryPoints(recovery_points, self.rank, self.world_size)
         if not _is_whole_in_memory(type(state)):
             self.recovery_points.turn_off(f"{type(state).__name__} must define stage, read, capture and restore itself")
         if self._can_save and current is not None:

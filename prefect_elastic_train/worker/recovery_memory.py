@@ -97,7 +97,7 @@ class _File(NamedTuple):
     @property
     def step(self) -> int:
         header = read_header(self.memory)
-        return header.identity.step if header else -1
+        return header.step if header else -1
 
 
 class Keeper:
@@ -192,8 +192,7 @@ class Keeper:
         Returns:
             The path of the file.
         """
-        identity = header.identity
-        path = path or self.reserve((identity.attempt, identity.group), identity.rank, header.size, is_replica=True)
+        path = path or self.reserve((header.attempt, header.group), header.rank, header.size, is_replica=True)
         if not path:
             raise MemoryError("earlier worker groups use the memory")
         file = self._files[path]
@@ -282,16 +281,11 @@ class WorkerMemory:
     """The memory of this worker's recovery points, in the keeper of its node.
 
     Attributes:
-        attempt: The number of the attempt.
-        group: The number of worker groups that the attempt had started.
+        group: The id of the run, and the numbers of the attempt and of the worker group.
     """
 
-    def __init__(
-        self, run_id: str, attempt: int, group: int, rank: int, restored: Sequence[Sequence[StoredState]]
-    ) -> None:
-        self.attempt = attempt
+    def __init__(self, group: tuple[str, int, int], rank: int, restored: Sequence[Sequence[StoredState]]) -> None:
         self.group = group
-        self._run_id = run_id
         self._rank = rank
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -312,7 +306,7 @@ class WorkerMemory:
             if self._request is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
                 self._requested_at = time.monotonic()
                 keeper = self._keeper(self._node_id)
-                self._request = keeper.reserve.remote((self.attempt, self.group), self._rank, size)
+                self._request = keeper.reserve.remote(self.group[1:], self._rank, size)
             if self._request is None or not ray.wait([self._request], timeout=0)[0]:
                 return None
             answer = self._request
@@ -348,4 +342,4 @@ class WorkerMemory:
         return StateReader(location.header, read)
 
     def _keeper(self, node_id: str) -> Any:
-        return ray.get_actor(keeper_name(self._run_id, node_id), NAMESPACE)
+        return ray.get_actor(keeper_name(self.group[0], node_id), NAMESPACE)

@@ -74,8 +74,8 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         set_run_context(self._context)
         context = get_train_context()
         use_unique_folders(context, self._context.attempt, self.group)
-        identity = (self._context.run_id, self._context.attempt, self.group, context.get_world_rank())
-        recovery_points.memory = WorkerMemory(*identity, self.restored_states)
+        group = (self._context.run_id, self._context.attempt, self.group)
+        recovery_points.memory = WorkerMemory(group, context.get_world_rank(), self.restored_states)
         silence_ray_train()
         loop_inspection.track_checkpoint_reads(context)
         report = context.report

@@ -44,8 +44,8 @@ def die_within(steps: dict[str, int], ledger: str) -> None:
         np.copyto(target, source)
 
     def write(target: Any, identity: Any, arrays: Any) -> None:
-        at[:] = [identity.step, 0]
-        if not is_due("transfer", identity.step):
+        at[:] = [identity[3], 0]
+        if not is_due("transfer", identity[3]):
             write_state(target, identity, arrays)
             return
         keeper = int(recovery_points.memory._path.split("/")[2])
@@ -58,12 +58,12 @@ def die_within(steps: dict[str, int], ledger: str) -> None:
         die()
 
     def encode_or_die(header: Any) -> bytes:
-        if is_due("seal", header.identity.step):
+        if is_due("seal", header.step):
             die()
         return encode(header)
 
     def read(reader: Any, number: int) -> Any:
-        if number == 2 and is_due("restore", reader._header.identity.step):
+        if number == 2 and is_due("restore", reader._header.step):
             die()
         return read_array(reader, number)
 

@@ -24,7 +24,7 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.loop.recovery_points import StateId, newest_point
+from prefect_elastic_train.loop.recovery_points import StateHeader, newest_point
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import remove_leftovers
@@ -345,7 +345,7 @@ def test_neither_two_that_begin_at_once_nor_a_late_write_loses_a_commit(schedule
 # The choice between a commit and a recovery point in memory
 
 Point = tuple[int, int, int]  # attempt, worker group and step
-Choose = Callable[[list[StateId], str, Point], StateId | None]
+Choose = Callable[[list[StateHeader], str, Point], StateHeader | None]
 
 
 def _required_before(step: int) -> int:
@@ -361,7 +361,7 @@ def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
     Raise an AssertionError if a group continues from a mixture, from less than what was committed, or from a step after
     a required save that was never committed.
     """
-    states: dict[StateId, tuple[Any, ...]] = {}
+    states: dict[StateHeader, tuple[Any, ...]] = {}
     commit: tuple[Point, tuple[Any, ...]] = ((0, 0, 0), ())
     groups: list[tuple[int, int, tuple[Any, ...]]] = []
     attempt, group = 1, 0
@@ -383,7 +383,7 @@ def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
             made = random.choice([size, size, random.randint(0, size)])  # the others died before, or are late
             is_allowed = has_memory and not (waits and _required_before(len(state)) > len(commit[1]))
             ranks = range(made if is_allowed else 0)
-            point = StateId("run", attempt, group, len(state), size, 0)
+            point = StateHeader("run", attempt, group, len(state), size, 0, 0, 0, 0)
             states |= {point._replace(rank=rank): state for rank in ranks}
             if made < size:
                 break
@@ -395,19 +395,19 @@ def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
             late = (*old, *[("late", of_attempt, of_group)] * random.randint(1, 9))
             is_allowed = not (waits and _required_before(len(late)) > len(commit[1]))
             if is_allowed and (of_attempt, of_group) != (attempt, group):
-                states[StateId("run", of_attempt, of_group, len(late), 1, 0)] = late
+                states[StateHeader("run", of_attempt, of_group, len(late), 1, 0, 0, 0, 0)] = late
 
 
-def _ignoring_ranks(states: list[StateId], run: str, committed: Point) -> StateId | None:
+def _ignoring_ranks(states: list[StateHeader], run: str, committed: Point) -> StateHeader | None:
     return max((state for state in states if state[1:4] > committed), default=None)
 
 
-def _ignoring_the_group(states: list[StateId], run: str, committed: Point) -> StateId | None:
+def _ignoring_the_group(states: list[StateHeader], run: str, committed: Point) -> StateHeader | None:
     found = newest_point([state._replace(attempt=1, group=1) for state in states], run, (1, 1, committed[2]))
     return found and next(state for state in states if state[3:] == found[3:])
 
 
-def _ignoring_the_commit(states: list[StateId], run: str, committed: Point) -> StateId | None:
+def _ignoring_the_commit(states: list[StateHeader], run: str, committed: Point) -> StateHeader | None:
     return newest_point(states, run, (0, 0, committed[2]))
 
 

@@ -42,7 +42,7 @@ from prefect_elastic_train.controller.sizing import Node
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.ray_configs import scaling_config
-from prefect_elastic_train.loop.recovery_points import RecoveryPointError, StateId
+from prefect_elastic_train.loop.recovery_points import RecoveryPointError, StateHeader
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
 from prefect_elastic_train.worker.loop_inspection import Position
 
@@ -516,7 +516,7 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
 def test_a_group_that_fails_before_its_first_step_from_a_recovery_point_does_not_count(state: State) -> None:
     failure_policy = RunFailurePolicy(FailureConfig(max_failures=0), state)
     failure = WorkerGroupError("a rank failed", {0: RecoveryPointError("damaged")})
-    state.keepers.restored_point = StateId("run", 1, 1, 7, 1, 0)
+    state.keepers.restored_point = StateHeader("run", 1, 1, 7, 1, 0, 0, 0, 0)
     assert failure_policy.make_decision(failure) is FailureDecision.RETRY
     state.loops.has_stepped = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE

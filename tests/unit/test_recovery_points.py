@@ -26,7 +26,6 @@ from prefect_elastic_train.loop.recovery_points import (
     RecoveryPointError,
     RecoveryPoints,
     StateHeader,
-    StateId,
     StateReader,
     newest_point,
     read_header,
@@ -38,7 +37,11 @@ from prefect_elastic_train.loop.training_session import _is_whole_in_memory
 from prefect_elastic_train.worker import recovery_memory
 from prefect_elastic_train.worker.recovery_memory import Keeper, open_file
 
-IDENTITY = StateId("run", 1, 1, 7, 1, 0)
+IDENTITY = ("run", 1, 1, 7, 1, 0)
+
+
+def _identity(**changed: int) -> Any:
+    return StateHeader(*IDENTITY, 0, 0, 0)._replace(**changed)[:6]
 
 
 def _bytes(*values: int) -> Any:
@@ -49,7 +52,7 @@ def _memory(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-def _state(identity: StateId, arrays: list[Any]) -> memoryview:
+def _state(identity: Any, arrays: list[Any]) -> memoryview:
     memory = _memory(state_size(arrays))
     write_state(memory, identity, arrays)
     return memory
@@ -73,7 +76,7 @@ def test_a_state_is_what_was_written_and_there_is_none_before_it_is_complete(val
     arrays = [np.frombuffer(value, np.uint8) for value in values]
     memory = _state(IDENTITY, arrays)
     header = _header(memory)
-    assert (header.identity, header.size) == (IDENTITY, state_size(arrays))
+    assert (header[:6], header.size) == (IDENTITY, state_size(arrays))
     assert [bytes(array) for array in _reader(memory)] == values[1:]
     with pytest.raises(TypeError):  # the next one, by a worker that dies then
         write_state(memory, IDENTITY, [*arrays[:-1], None])  # type: ignore[list-item]
@@ -85,7 +88,7 @@ def test_a_state_is_what_was_written_and_there_is_none_before_it_is_complete(val
 def test_another_state_is_not_read_as_the_one_that_was_listed() -> None:
     memory = _state(IDENTITY, [_bytes(1)])
     listed = _header(memory)
-    for identity in (IDENTITY._replace(step=8), IDENTITY):
+    for identity in (_identity(step=8), IDENTITY):
         write_state(memory, identity, [_bytes(1)])
         with pytest.raises(RecoveryPointError, match="was overwritten"):
             _reader(memory, listed).description()
@@ -110,7 +113,7 @@ Point = tuple[int, int, int]
 
 
 def _states(*points: Point, ranks: tuple[int, ...] = (0, 1), world: int = 2, run: str = "run") -> Any:
-    return [StateId(run, *point, world, rank) for point in points for rank in ranks]
+    return [StateHeader(run, *point, world, rank, 0, 0, 0) for point in points for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def _states(*points: Point, ranks: tuple[int, ...] = (0, 1), world: int = 2, run
     ],
 )
 def test_the_newest_point_of_all_ranks_that_is_newer_than_the_commit_is_restored(
-    states: list[StateId], committed: Point, point: Point | None
+    states: list[StateHeader], committed: Point, point: Point | None
 ) -> None:
     found = newest_point(states, "run", committed)
     assert (found and found[1:4]) == point
@@ -143,7 +146,7 @@ def test_the_newest_point_of_all_ranks_that_is_newer_than_the_commit_is_restored
 class Memory:
     """Memory of this process, as much as there is; the first answer to each request is that it is not there yet."""
 
-    attempt, group = 1, 1
+    group = ("run", 1, 1)
 
     def __init__(self, free: int = 2**30) -> None:
         self.free, self.files, self.lost, self.requests = free, list[memoryview](), False, 0
@@ -166,7 +169,7 @@ class Memory:
 
 def _points(monkeypatch: pytest.MonkeyPatch, memory: Memory, interval: int | str = 1) -> RecoveryPoints:
     monkeypatch.setattr(recovery_points, "memory", memory)
-    return RecoveryPoints(interval, "run", 0, 1)
+    return RecoveryPoints(interval, 0, 1)
 
 
 def _make(points: RecoveryPoints, *steps: int, size: int = 3) -> None:
@@ -175,7 +178,7 @@ def _make(points: RecoveryPoints, *steps: int, size: int = 3) -> None:
 
 
 def _steps(memory: Memory) -> list[int]:
-    return [header.identity.step if header else 0 for header in map(read_header, memory.files)]
+    return [header.step if header else 0 for header in map(read_header, memory.files)]
 
 
 def test_one_of_two_files_is_complete_whenever_a_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +201,7 @@ def test_a_second_point_of_a_step_replaces_the_first(monkeypatch: pytest.MonkeyP
     _make(points, *range(1, 8))
     points.make(7, lambda: ("second", []))
     assert sorted(_steps(memory)) == [6, 7]
-    [newest] = [file for file in memory.files if _header(file).identity.step == 7]
+    [newest] = [file for file in memory.files if _header(file).step == 7]
     assert _reader(newest).description() == "second"
 
 
@@ -278,7 +281,7 @@ def test_points_are_not_made_faster_than_they_are_copied_to_another_node(monkeyp
 @pytest.mark.parametrize("interval", [0, -1, "often", 1.5])
 def test_an_invalid_interval_is_refused(interval: Any) -> None:
     with pytest.raises(ValueError, match="recovery_points="):
-        RecoveryPoints(interval, "run", 0, 1)
+        RecoveryPoints(interval, 0, 1)
 
 
 # Where they are held
@@ -291,7 +294,7 @@ def _keeper(node_id: str = "node", fraction: float = 0.5) -> Keeper:
 
 def _write(keeper: Keeper, group: int, size: int = 8192) -> memoryview:
     file = open_file(keeper.reserve((1, group), 0, size), write=True)
-    write_state(file, IDENTITY._replace(group=group), [_bytes(group)])
+    write_state(file, _identity(group=group), [_bytes(group)])
     return file
 
 
@@ -305,14 +308,14 @@ def test_a_keeper_lists_only_states_that_nobody_can_change_and_frees_older_ones(
     del files
     gc.collect()
     first, second = keeper.states()
-    assert [one.header.identity.group for one in (first, second)] == [1, 2]
+    assert [one.header.group for one in (first, second)] == [1, 2]
     with pytest.raises(PermissionError):
         open_file(first.path, write=True)
     private = open_file(second.path)
     private[0] = 0  # as a loop that changes what it has restored
-    assert [one.header.identity.group for one in keeper.states()] == [1, 2]
+    assert [one.header.group for one in keeper.states()] == [1, 2]
     keeper.free_before((1, 2))
-    assert [one.header.identity.group for one in keeper.states()] == [2]
+    assert [one.header.group for one in keeper.states()] == [2]
     assert not os.path.exists(first.path)
 
 
@@ -345,7 +348,7 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
 
     def fill(step: int, value: int) -> None:
         arrays = [_bytes(step), np.full(50_000, value, np.uint8)]
-        write_state(source, IDENTITY._replace(step=step), arrays)
+        write_state(source, _identity(step=step), arrays)
 
     for step, value in [(1, 1), (2, 2), (3, 3), (3, 4)]:  # the last one is the second of a step
         fill(step, value)
@@ -359,7 +362,7 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     handle.write_replica = Remote(overtaken)  # type: ignore[attr-defined]
     here._process_new(done)
     [newest] = there.states()  # that of 3 before was replaced by a part of 4
-    assert newest.header.identity.step == 3
+    assert newest.header.step == 3
     read = partial(there.read, newest.path)
     assert set(StateReader(newest.header, read)[0]) == {4}
 
