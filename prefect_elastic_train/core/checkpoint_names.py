@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 _MAX_COMPONENT = 255  # bytes
-_PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
+_PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})\Z", re.DOTALL)
 
 
 class CheckpointAge(NamedTuple):
@@ -37,8 +37,7 @@ def loop_name(folder: str) -> str:
 
     Return the folder's name if :func:`physical_name` did not make it.
     """
-    match = _PHYSICAL.match(folder)
-    return match[1] if match else folder
+    return _PHYSICAL.sub(r"\1", folder)
 
 
 def age_of(folder: str) -> CheckpointAge:

@@ -52,7 +52,7 @@ def is_detail(text: str) -> bool:
     text = _COLORS.sub("", text)
     match = WORKER_LINE.match(text)
     content = text[match.end() :] if match else text
-    if match is not None and _RAY_PROCESS.fullmatch(match["actor"]):
+    if match and _RAY_PROCESS.fullmatch(match["actor"]):
         return not (content.startswith(_OWN_TAG) or _ACTIONABLE.search(content))
     return content.startswith(DETAIL_TAG) or bool(_RAY_LINE.match(content))
 

@@ -123,7 +123,7 @@ class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
     left_out: dict[str, int] = {}
 
 
-def bounded(result: RunResult, score: str = "") -> RunResult:
+def bounded(result: RunResult, score: str) -> RunResult:
     """Return a copy of a training's result that fits into the final event of an attempt.
 
     History and world sizes are thinned, the worst checkpoints are left out, and metrics are bounded. Of many metrics,

@@ -272,6 +272,12 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
         return value
 
     @property
+    def environment(self) -> dict[str, Any]:
+        """The Ray runtime environment of the run: ``runtime_env`` with ``working_dir``."""
+        folder = os.path.expanduser(self.working_dir)
+        return self.runtime_env | ({"working_dir": folder} if folder else {})
+
+    @property
     def is_local(self) -> bool:
         """True if the training starts its own Ray cluster on this machine."""
         return not self.address

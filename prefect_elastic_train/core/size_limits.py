@@ -44,21 +44,24 @@ def truncate(text: str, limit: int) -> str:
 
 def size_of(value: Any) -> int:
     """Return the size of a value as JSON, in bytes."""
-    plain = value.model_dump() if isinstance(value, BaseModel) else value
-    return len(json.dumps(plain, ensure_ascii=False, default=str).encode(errors="replace"))
+    return len(_encoded(value))
 
 
 def as_json(model: BaseModel) -> str:
     """Return a model as JSON. Characters that cannot be encoded, such as those of file names, are replaced."""
     try:
         return model.model_dump_json()
-    except PydanticSerializationError:
-        # File names and tracebacks may contain bytes that are not text.
-        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str)
-        return text.encode(errors="replace").decode()
+    except PydanticSerializationError:  # file names and tracebacks may contain bytes that are not text
+        return _encoded(model).decode()
 
 
-def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:
+def _encoded(value: Any) -> bytes:
+    """Return a value as JSON in UTF-8. Characters that cannot be encoded are replaced."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return json.dumps(plain, ensure_ascii=False, default=str).encode(errors="replace")
+
+
+def bounded_metrics(metrics: Mapping[str, Any], score: str) -> dict[str, Any]:
     """Return the metrics of a report in at most :data:`MAX_METRICS_BYTES`.
 
     If they are larger, the metric named ``score`` and those of the position, such as ``step``, are kept first. A large

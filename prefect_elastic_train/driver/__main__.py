@@ -30,7 +30,7 @@ from .attempt import Attempt
 from .endings import final_event_of_error, final_event_of_signal
 from .event_relay import EventOutput, LineStream
 from .prestarted import PRESTARTED, wait_for_spec
-from .termination_signals import count_signals, watch_signals
+from .termination_signals import TERMINATION_SIGNALS, count_signals, watch_signals
 
 
 def main(arguments: list[str]) -> None:
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in TERMINATION_SIGNALS:
         signal.signal(number, handler)
 
 

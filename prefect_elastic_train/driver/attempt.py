@@ -14,7 +14,7 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Clus
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
+from prefect_elastic_train.core.records import EndedRecord
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
@@ -142,7 +142,7 @@ class Attempt:
             newest = newest_attempt_number(self.store) if attempt else 0
             if newest <= attempt:
                 return None
-            record = decode(AttemptRecord, self.store.read(layout.attempt_name(newest)))
+            record = RunDirectory(self.store).attempt_record(newest)
         except OSError:
             return None
         owner = record.owner if record else request.owner
@@ -332,5 +332,5 @@ class Attempt:
 def _run_limited(action: Callable[[], object]) -> None:
     """Run an action, but wait only for a limited time: a cluster or storage may not answer. Its errors are logged."""
     error = error_within(EXIT_STEP_SECONDS, action)
-    if error is not None:
+    if error:
         logger.warning("leaving the cluster and the storage: %r", error)

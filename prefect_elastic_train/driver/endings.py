@@ -47,19 +47,24 @@ def _classify(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]
         case ImportError():
             return Outcome.INVALID, f"the driver cannot import a module: {error}"
     # If Ray Train is not loaded, the error is not one of its; importing it takes seconds and may fail.
-    ended = _classify_error_of_ray(cause, storage) if "ray.train" in sys.modules else None
+    ended = _classify_error_of_ray(cause) if "ray.train" in sys.modules else None
     if ended:
         return ended
     match cause:
         case ConnectionError():
             return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {short_message(str(cause))}"
+        case StorageFaultError():
+            return _outcome_of_storage_error(cause), str(cause)
         case OSError():
-            return _classify_storage_error(cause, storage)
+            return _outcome_of_storage_error(cause), (
+                f"cannot use storage {storage.uri!r}: {type(cause).__name__}: {cause}. Use a storage that exists or "
+                "can be created, with free space and write permission for this user"
+            )
     failed = "the driver" if cause is error else "Ray Train's controller"
     return Outcome.DRIVER_LOST, f"{failed} failed: {short_message(f'{type(cause).__name__}: {cause}')}"
 
 
-def _classify_error_of_ray(cause: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
+def _classify_error_of_ray(cause: Exception) -> tuple[Outcome, str] | None:
     """Return outcome and message of an attempt that was ended by an error that Ray or ``fit()`` raises; else None."""
     import ray.exceptions as rays
     from ray.train import WorkerGroupError
@@ -80,7 +85,7 @@ def _classify_error_of_ray(cause: Exception, storage: StorageSettings) -> tuple[
         case CapacityTimeoutError():
             return Outcome.TIMED_OUT, text
         case WorkerGroupError():
-            return _classify_failures(cause.worker_failures, storage)
+            return _classify_failures(cause.worker_failures)
         case PreemptionError():
             return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {text}"
         case TypeError() if "serialize" in text:
@@ -95,29 +100,22 @@ def _classify_error_of_ray(cause: Exception, storage: StorageSettings) -> tuple[
     return None
 
 
-def _classify_storage_error(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
-    """Return the outcome of an attempt that was ended by a storage error, and the message about it.
+def _outcome_of_storage_error(error: OSError) -> Outcome:
+    """Return the outcome of an attempt that was ended by a storage error.
 
-    After a transient error the outcome is ``driver_lost``, since a new driver may succeed; else ``storage_error``.
+    After a transient error it is ``driver_lost``, since a new driver may succeed; else ``storage_error``.
     """
     fault = diagnose(error)
-    is_transient = fault is not None and not fault.permanent
-    message = str(error)
-    if not isinstance(error, StorageFaultError):
-        message = (
-            f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Use a storage that exists "
-            "or can be created, with free space and write permission for this user"
-        )
-    return Outcome.DRIVER_LOST if is_transient else Outcome.STORAGE_ERROR, message
+    return Outcome.DRIVER_LOST if fault and not fault.permanent else Outcome.STORAGE_ERROR
 
 
-def _classify_failures(failures: dict[int, Exception], storage: StorageSettings) -> tuple[Outcome, str]:
+def _classify_failures(failures: dict[int, Exception]) -> tuple[Outcome, str]:
     """Return the outcome of an attempt that the failures of a worker group's ranks ended, and the message about it."""
     from prefect_elastic_train.controller.failures import causes_of, classify_failure, decisive_failure
 
     decisive = decisive_failure(failures.values())
     if isinstance(decisive, StorageFaultError):
-        return _classify_storage_error(decisive, storage)
+        return _outcome_of_storage_error(decisive), str(decisive)
     if decisive is not None:
         return Outcome.USER_ERROR, f"{decisive} (FailureBudget.ignored_checkpoint is 'fail')"
     outcome, reason = classify_failure(failures.values())

@@ -74,7 +74,7 @@ class EventReceiver:
                 if not line.endswith(b"\n"):  # incomplete: its event is sent again
                     return
                 event = ev.decode_event(line)
-                if event is not None:
+                if event:
                     self._handle(event)
                 else:
                     logger.warning("an event of %d bytes cannot be read and is lost: %r", len(line), line[:200])

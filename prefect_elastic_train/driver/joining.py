@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from prefect_elastic_train.core.events import ClusterConnected
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -33,11 +32,8 @@ def join_cluster(spec: DriverSpec) -> ClusterConnected:
     import ray
     from ray.job_config import JobConfig
 
-    runtime_env: dict[str, Any] = {}
-    if not spec.cluster.is_submitted:  # a job has its runtime environment already
-        runtime_env = dict(spec.cluster.runtime_env)
-        if spec.cluster.working_dir:
-            runtime_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    # A job has its runtime environment already.
+    runtime_env = {} if spec.cluster.is_submitted else spec.cluster.environment
     if not spec.is_alone:  # else the head's environment has the variable
         # Without it, Ray's tools in the workers look for any cluster on their host.
         runtime_env["env_vars"] = {"RAY_ADDRESS": address, **runtime_env.get("env_vars", {})}
@@ -156,7 +152,7 @@ def _check_head(address: str, timeout: float) -> None:
         raise AttemptFailedError(
             f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
         )
-    if problem is not None:
+    if problem:
         raise _lost(
             f"no Ray cluster answers at {address} ({problem}; tried for {timeout:g} s). Start one there with "
             "`ray start --head`, or correct the address of the RayCluster, or RAY_ADDRESS if that is 'auto': give "

@@ -10,7 +10,8 @@ from prefect_elastic_train.worker.preimports import import_ahead, memory_left
 
 #: Command-line option of a pre-started driver, in place of the path of a spec.
 PRESTARTED = "--prestarted"
-_FRAMEWORK_MODULES = {"torch": ("ray.train.torch",), "jax": ("jax",)}
+#: The module that a driver imports for the framework of its run.
+FRAMEWORK_MODULES = {"torch": "ray.train.torch", "jax": "jax", "none": "ray.train"}
 _OWN_MODULES = (
     "prefect_elastic_train.controller.controller",
     "prefect_elastic_train.report.run_report",
@@ -28,7 +29,7 @@ def wait_for_spec(framework: str) -> Path:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if memory_left() < 0 and not select.select([sys.stdin], [], [], 0)[0]:
         os._exit(0)
-    import_ahead((*_FRAMEWORK_MODULES.get(framework, ()), *_OWN_MODULES))
+    import_ahead((FRAMEWORK_MODULES[framework], *_OWN_MODULES))
     line = sys.stdin.readline()
     if not line:
         os._exit(0)

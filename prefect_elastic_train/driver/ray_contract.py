@@ -88,7 +88,7 @@ def check_ray() -> None:
     if not untested:
         return
     try:
-        differences = list(find_differences())
+        differences = find_differences()
     except Exception as error:  # noqa: BLE001 - a name that is used while a module of this package is imported
         differences = [f"{type(error).__name__}: {error}"]
     if differences:
@@ -98,10 +98,9 @@ def check_ray() -> None:
         )
 
 
-def find_differences() -> Iterator[str]:
-    """Yield the names that Ray lacks. If there are none, yield the functions with other parameters."""
-    missing = [*_missing_imports(), *_missing_attributes()]
-    yield from missing or [*_changed_functions(), *_changed_methods()]
+def find_differences() -> list[str]:
+    """Return the names that Ray lacks; if there are none, the functions with other parameters."""
+    return [*_missing_imports(), *_missing_attributes()] or [*_changed_functions(), *_changed_methods()]
 
 
 def _missing_imports() -> Iterator[str]:

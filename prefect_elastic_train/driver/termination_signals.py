@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import cache
 
-_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _received: Counter[int] = Counter()
 _lock = threading.Lock()
 
@@ -27,7 +27,7 @@ def count_signals(*numbers: signal.Signals) -> int:
     with _lock, suppress(BlockingIOError):
         while True:
             _received.update(os.read(_pipe(os.getpid())[0], 64))
-    return sum(_received[number] for number in numbers or _TERMINATION_SIGNALS)
+    return sum(_received[number] for number in numbers or TERMINATION_SIGNALS)
 
 
 def watch_signals() -> None:

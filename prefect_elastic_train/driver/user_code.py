@@ -16,6 +16,8 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Configuratio
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.request import DriverSpec
 
+from .prestarted import FRAMEWORK_MODULES
+
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 
@@ -28,8 +30,7 @@ def load_payload(spec: DriverSpec) -> Payload:
     """
     request = spec.request
     sys.path[:] = list(dict.fromkeys([*sys.path, *spec.sys_path]))
-    if request.framework != "none":
-        importlib.import_module({"torch": "ray.train.torch", "jax": "jax"}[request.framework])
+    importlib.import_module(FRAMEWORK_MODULES[request.framework])
     try:
         payload: Payload = pickle.loads(request.payload)
         if isinstance(payload.train_loop, str):

@@ -90,9 +90,8 @@ def _copy_process_settings(requester: psutil.Process) -> None:
     Path("/proc/self/oom_score_adj").write_text(score)
     os.chdir(requester.cwd())
     sys.argv = requester.cmdline()[1:]
-    environment = requester.environ()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(requester.environ())
 
 
 def run_worker() -> None:

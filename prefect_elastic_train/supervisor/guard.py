@@ -58,7 +58,7 @@ def main(folder: str, parent: int) -> None:
                 process.send_signal(signal.SIGINT)
                 drivers.append(process)
     psutil.wait_procs(drivers, timeout=STOP_GRACE_SECONDS)
-    kill_marked(folder, KILL_SECONDS)
+    kill_marked(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -77,12 +77,12 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return alive
 
 
-def kill_marked(mark: str, timeout_seconds: float) -> list[int]:
-    """Kill all processes with a process mark, also those that start meanwhile, within a time limit.
+def kill_marked(mark: str) -> list[int]:
+    """Kill all processes with a process mark, also those that start meanwhile, within `KILL_SECONDS`.
 
     Returns the process ids of those that still run.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + KILL_SECONDS
     empty_polls = 0
     while True:
         alive = marked_processes(mark)

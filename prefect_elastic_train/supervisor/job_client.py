@@ -135,10 +135,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             UnreachableError: It is unknown if the cluster has the job.
             RefusedError: The cluster refused the job, or it cannot be sent.
         """
-        environment = dict(self._cluster.runtime_env)
+        environment = self._cluster.environment
         resources = dict(self._cluster.driver_resources)
-        if self._cluster.working_dir:
-            environment["working_dir"] = os.path.expanduser(self._cluster.working_dir)
         environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
         try:
             uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
@@ -168,7 +166,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         """
         with _unexpected_answers():
             self.stop_job(submission_id)
-            return self.get_job_info(submission_id).status
+            return self.get_job_status(submission_id)
 
     def read_log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
         """Yield in chunks the last lines of the log of a Ray job's driver; all lines for -1.

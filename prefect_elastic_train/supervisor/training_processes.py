@@ -29,7 +29,6 @@ from prefect_elastic_train.core.request import (
     DriverSpec,
     write_spec,
 )
-from prefect_elastic_train.core.time_limits import KILL_SECONDS
 from prefect_elastic_train.driver.prestarted import PRESTARTED
 
 from .devices import DeviceClaims
@@ -147,7 +146,7 @@ class TrainingProcesses:
         """Kill all processes of the training on this machine, and delete its private folder."""
         if not self._folder:
             return
-        if left := kill_marked(str(self._folder), KILL_SECONDS):
+        if left := kill_marked(str(self._folder)):
             self.follower.on_note(
                 f"Processes that could not be ended, and may still use GPUs or memory: {left}", WARNING
             )
@@ -165,7 +164,7 @@ class TrainingProcesses:
         A new local cluster is started when the driver requests it.
         """
         if self._cluster and self._cluster.is_dead():
-            kill_marked(str(folder), KILL_SECONDS)
+            kill_marked(str(folder))
             self._cluster = None
         if not self._cluster:
             self._claim_devices(spec)

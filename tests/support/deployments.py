@@ -178,7 +178,7 @@ class DeployedRun:
                     self.processes()
                     process.kill()
         for mark in self._marks:
-            kill_marked(mark, 15)
+            kill_marked(mark)
 
 
 #: Starts a run of a deployment: the fixture ``deployed``.

@@ -331,7 +331,7 @@ class FlowProcess:
             self.process.kill()
             self.process.wait(10)
         if self._mark:
-            kill_marked(self._mark, 15)
+            kill_marked(self._mark)
 
 
 @contextlib.contextmanager

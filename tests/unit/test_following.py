@@ -388,7 +388,7 @@ def mark(tmp_path: Path) -> Iterator[str]:
     mark = tmp_path / "private"
     mark.mkdir()
     yield str(mark)
-    assert not marked_processes(str(mark)) or kill_marked(str(mark), 10) == []
+    assert not marked_processes(str(mark)) or kill_marked(str(mark)) == []
 
 
 def _start(mark: str, *command: str) -> subprocess.Popen[bytes]:
@@ -421,7 +421,7 @@ def test_a_whole_family_is_found_and_ended_whatever_it_has_thrown_away_and_nothi
         family = _count(mark, 4)
         assert len([one for one in family if one.pid != parent.pid and one.ppid() != parent.pid]) == 1, "the orphan"
         assert not {os.getpid(), other.pid, zombie.pid} & {process.pid for process in family}
-        assert kill_marked(mark, 10) == []
+        assert kill_marked(mark) == []
         assert not any(map(_lives, family))
         assert other.poll() is None
     finally:
@@ -445,7 +445,7 @@ def test_an_agent_of_ray_without_its_mark_is_found_by_title_and_folder_and_a_she
         assert [process.pid for process in marked_processes(mark)] == [started[0].pid]
         # Between two attempts the folder of the session that has died is removed.
         shutil.rmtree(inside)
-        assert kill_marked(mark, 10) == []
+        assert kill_marked(mark) == []
         assert [process.poll() is None for process in started] == [False, True, True]
     finally:
         for process in started:
@@ -463,7 +463,7 @@ if left:
 time.sleep(60)
 """
     first = _start(mark, chain, "5", chain)
-    assert kill_marked(mark, 15) == []
+    assert kill_marked(mark) == []
     assert marked_processes(mark) == []
     first.wait(5)
 
@@ -529,4 +529,4 @@ def test_a_flow_process_that_is_killed_leaves_nothing_running(tmp_path: Path) ->
             assert in_order.exists(), "the driver was asked first"
         finally:
             flow.kill()
-            kill_marked(str(private), 10)
+            kill_marked(str(private))
