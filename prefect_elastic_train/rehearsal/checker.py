@@ -125,7 +125,7 @@ def _read_torch(file: Path) -> Any:
 
 def _read_distributed(index: Path) -> Any:
     """Return the state of a checkpoint of ``torch.distributed.checkpoint`` in one process; ``index``: its metadata."""
-    with tempfile.NamedTemporaryFile(suffix=".pt") as merged:
+    with tempfile.NamedTemporaryFile() as merged:
         import_module("torch.distributed.checkpoint.format_utils").dcp_to_torch_save(index.parent, merged.name)
         return _read_torch(Path(merged.name))
 

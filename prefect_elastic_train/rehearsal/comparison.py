@@ -1,7 +1,6 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,19 +19,12 @@ _METRIC_TOLERANCE = 1e-2
 #: Limit relative to the difference at the end of the worker group before: rounding differences grow with time.
 _MAX_GROWTH = 30.0
 _NOT_COMPARABLE = "not comparable"
-_SAME_PROGRESS_REMEDY = (
-    "report a counter that only grows, such as step; save often, at the same steps each time: save_every=<steps>"
-)
 _SESSION_REMEDY = "a session of prefect_elastic_train.loop does this"
 
 
 class _ReportPair(NamedTuple):
-    """Two reports of the same progress, of the undisturbed training and of the training under faults.
+    """Two reports of the same progress, of the undisturbed training and of the training under faults."""
 
-    ``number`` counts the reports of the training under faults up to this one.
-    """
-
-    number: int
     undisturbed: TracedReport
     disturbed: TracedReport
 
@@ -119,11 +111,11 @@ class _Comparer:
         self._undisturbed = undisturbed
         self._disturbed = disturbed
         counter = undisturbed.counter()
-        reports = {undisturbed.progress(index, counter): report for index, report in enumerate(undisturbed.reports)}
+        reports = {report.progress(counter): report for report in undisturbed.reports}
         self.pairs = [
-            _ReportPair(index + 1, reports[progress], report)
-            for index, report in enumerate(disturbed.reports)
-            if (progress := disturbed.progress(index, counter)) in reports
+            _ReportPair(reports[progress], report)
+            for report in disturbed.reports
+            if (progress := report.progress(counter)) in reports
         ]
         saved = [pair for pair in self.pairs if pair.is_saved]
         self.has_state = any(left.keys() & right.keys() for left, right in map(_ReportPair.states, saved))
@@ -164,11 +156,13 @@ class _Comparer:
         """
         if not self.has_state:
             return [*self._differences(pairs, is_same_size)]
-        last = [*islice(self._differences(reversed(pairs), is_same_size), 1)]
-        if not last or (is_same_size and not last[0].size):
-            return last
+        last = next(self._differences(reversed(pairs), is_same_size), None)
+        if last is None:
+            return []
+        if is_same_size and not last.size:
+            return [last]
         first = next(self._differences(pairs, is_same_size))
-        return [first, *(gap for gap in last if gap.pair is not first.pair)]
+        return [first] if first.pair is last.pair else [first, last]
 
     def _differences(self, pairs: Iterable[_ReportPair], is_same_size: bool) -> Iterator[_Gap]:
         """Yield the difference at each pair of reports whose metrics, or readable states, have a name in common."""
@@ -188,14 +182,20 @@ class _Comparer:
         resumed = [*self._disturbed.group_sizes][1:]
         if not self.gaps or (resumed and self.gaps[-1].pair.disturbed.group < resumed[0]):
             message = "no report or readable checkpoint after a fault has the same progress as an undisturbed one"
-            return message, Problem(_NOT_COMPARABLE, message, _SAME_PROGRESS_REMEDY)
-        common = [pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys() for pair in self.pairs]
-        if not self.has_state and set().union(*common) <= {*COUNTERS}:
+            return message, Problem(
+                _NOT_COMPARABLE,
+                message,
+                "report a counter that only grows, such as step; save often, at the same steps each time: "
+                "save_every=<steps>",
+            )
+        if not self.has_state and all(
+            pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys() <= {*COUNTERS} for pair in self.pairs
+        ):
             message = "no array of both checkpoints could be read, and the only metrics are counters"
             return message, Problem(_NOT_COMPARABLE, message, "report the loss, too")
         largest = max(gap.size for gap in self.gaps)
         same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
-        summary = f"{same} after {self.gaps[-1].pair.number} of {len(self._disturbed.reports)} reports"
+        summary = f"{same} after {self.gaps[-1].pair.disturbed.number} of {len(self._disturbed.reports)} reports"
         if largest > RESIZE_TOLERANCE:
             summary += "; rounding differences from adding floats in another order had grown by then"
         return summary, None
@@ -207,9 +207,8 @@ class _Comparer:
             gap: The difference.
             sizes: Number of workers of the undisturbed training, and then of each worker group up to this one.
         """
-        group = [pair for pair in self.pairs if pair.disturbed.group == gap.pair.disturbed.group]
         summary = (
-            f"after {gap.pair.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
+            f"after {gap.pair.disturbed.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
             "undisturbed training"
         )
         if sizes[-1] != sizes[-2]:
@@ -230,9 +229,10 @@ class _Comparer:
                 "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true",
             )
         else:
+            first = next(pair for pair in self.pairs if pair.disturbed.group == gap.pair.disturbed.group)
             problem = Problem(
                 "does not restore all state",
-                f"{summary}; {_explain_lost_state(group[0])}",
+                f"{summary}; {_explain_lost_state(first)}",
                 "save and restore model, optimizer, schedule, random states and the position in the data: "
                 f"{_SESSION_REMEDY}",
             )

@@ -62,11 +62,11 @@ class FaultInjector:
         """
         min_save = 0
         since = time.monotonic()
-        while not trace.saves or trace.progress(trace.saves[-1], self.counter) < self.target:
+        while not trace.saves or trace.saves[-1].progress(self.counter) < self.target:
             waited = time.monotonic() - since
             if waited > self.timeout_seconds:
                 return
-            has_new_save = max(trace.saves, default=-1) >= min_save
+            has_new_save = any(save.number > min_save for save in trace.saves)
             if self.faults and has_new_save and waited > self.faults[0].wait_seconds:
                 with suppress(psutil.Error):  # the target has exited by itself; the fault is tried again
                     yield from self._inject(self.faults[0], trace)
@@ -121,7 +121,7 @@ class FaultInjector:
             trace: Trace of the training now.
         """
         if fault.kind == STORAGE:
-            return max(trace.saves, default=-1) >= len(before.progress_times)
+            return any(save.number > len(before.progress_times) for save in trace.saves)
         is_new_group = trace.group_count > before.group_count and trace.progress_times[-1] >= trace.started_at
         return is_new_group and (fault.kind != GROWTH or len(trace.ranks) > len(before.ranks))
 

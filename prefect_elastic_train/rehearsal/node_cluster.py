@@ -48,7 +48,7 @@ class NodeCluster:
 
         Return Ray's id of the node once it has joined the cluster.
         """
-        node_id: str = self._request("add", node=node)
+        node_id: str = self._request("add", **node)
         self.ids.append(node_id)
         return node_id
 
@@ -105,7 +105,7 @@ class _Server:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
         return str(self._cluster.address)
 
-    def add(self, node: dict[str, Any]) -> str:
+    def add(self, **node: Any) -> str:
         server = self._start_fork_server()
         ray_node = self._cluster.add_node(**node)
         self._nodes[ray_node.node_id] = (ray_node, server)

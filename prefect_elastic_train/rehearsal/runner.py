@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -28,11 +28,7 @@ from prefect_elastic_train.runs.sample_check import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 
 from .certificate import Certificate, Problem
-from .comparison import (
-    RESIZE_TOLERANCE,
-    compare_trainings,
-    diagnose_undisturbed,
-)
+from .comparison import RESIZE_TOLERANCE, compare_trainings, diagnose_undisturbed
 from .fault_injector import FaultInjector, run_undisturbed
 from .sandbox import Sandbox, sandbox_scaling
 from .schedule import GROWTH, KINDS, NODE, PlannedFault, schedule_faults
@@ -102,12 +98,19 @@ def rehearse(
     block = sandbox_scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
     certificate = _new_certificate(payload, framework, block, seed)
-    with (
-        _saved_at_end(certificate, save_to),
-        tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
-        closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
-    ):
-        _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
+            closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
+        ):
+            _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
+    except BaseException as error:  # as KeyboardInterrupt
+        certificate.add(Problem("rehearsal incomplete", f"{type(error).__name__} {error}".strip()))
+        raise
+    finally:
+        certificate.seconds = round(time.time() - certificate.at, 1)
+        if save_to is not None:
+            certificate.save(Path(save_to))
     if FlowRunContext.get() is not None:
         description = f"rehearsal of {certificate.loop}"
         create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
@@ -129,24 +132,6 @@ def _new_certificate(payload: Payload, framework: str, scaling: ElasticScaling, 
         at=time.time(),
         versions={package: version(package) for package in ("prefect-elastic-train", "ray", "prefect")},
     )
-
-
-@contextmanager
-def _saved_at_end(certificate: Certificate, save_to: str | Path | None) -> Iterator[None]:
-    """Save the certificate when the ``with`` block of the rehearsal ends; without ``save_to`` only set its duration.
-
-    If the rehearsal was interrupted or failed, a problem is added to the certificate first.
-    """
-    try:
-        yield
-    except BaseException as error:
-        message = f"{type(error).__name__} {error}".strip()
-        certificate.add(Problem("rehearsal incomplete", message))
-        raise
-    finally:
-        certificate.seconds = round(time.time() - certificate.at, 1)
-        if save_to is not None:
-            certificate.save(Path(save_to))
 
 
 @dataclass
@@ -191,8 +176,8 @@ class _Rehearsal:
         the time is up. The results are recorded in the certificate.
         """
         counter = undisturbed.counter()
-        last = len(undisturbed.reports) - 1 if undisturbed.is_complete else undisturbed.saves[-1]
-        target = undisturbed.progress(last, counter)
+        last = (undisturbed.reports if undisturbed.is_complete else undisturbed.saves)[-1]
+        target = last.progress(counter)
         times = [undisturbed.started_at, *undisturbed.progress_times]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)

@@ -28,8 +28,6 @@ from .trace import Trace
 
 #: A generator that the sandbox continues several times a second during a training. Its end stops the training.
 Scenario = Generator[None, None, None]
-#: Called with source and text of an output line.
-OnLine = Callable[[str, str], None]
 #: Failures that a training survives in addition to the injected faults.
 _SPARE_FAILURES = 3
 
@@ -81,7 +79,12 @@ class Sandbox(Follower):
     nodes: NodeCluster
 
     def __init__(
-        self, payload: Payload, framework: str, scaling: blocks.ElasticScaling, folder: Path, on_line: OnLine
+        self,
+        payload: Payload,
+        framework: str,
+        scaling: blocks.ElasticScaling,
+        folder: Path,
+        on_line: Callable[[str, str], None],
     ) -> None:
         self.folder = folder
         self.outage = folder / "outage"
@@ -166,11 +169,11 @@ class Sandbox(Follower):
         self._trace = trace = Trace(folder=self.folder / name)
         self._scenario = start_scenario(trace)
         try:
-            while not trace.failure and not trace.is_complete:
-                ended = self._runtime.run_attempt(spec)
-                trace.is_complete = ended.outcome is Outcome.COMPLETED
-                if not trace.is_complete and not ended.outcome.retryable:
-                    trace.failure = ended.message
+            while (ended := self._runtime.run_attempt(spec)).outcome.retryable:
+                pass  # the next attempt has a new driver
+            trace.is_complete = ended.outcome is Outcome.COMPLETED
+            if not trace.is_complete:
+                trace.failure = ended.message
         except StopTraining:
             pass
         except AttemptFailedError as error:

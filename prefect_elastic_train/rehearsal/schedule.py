@@ -48,13 +48,12 @@ def schedule_faults(kinds: Sequence[str], seed: int, can_shrink: bool = True) ->
         can_shrink: True if the training continues while a node is missing.
     """
     generator = random.Random(seed)
-    same_size = [kind for kind in kinds if kind not in (NODE, DRAIN, GROWTH)]
+    planned = [kind for kind in kinds if kind not in (NODE, DRAIN, GROWTH)]
     losses = [kind for kind in kinds if kind in (NODE, DRAIN)]
     if GROWTH in kinds and not losses:
         losses = [NODE]
-    generator.shuffle(same_size)
+    generator.shuffle(planned)
     generator.shuffle(losses)
-    planned = same_size
     for loss in losses:
         planned += [loss, GROWTH] if can_shrink else [loss]
     return [PlannedFault(kind, generator.uniform(0, _MAX_WAIT_SECONDS), generator.random()) for kind in planned]

@@ -19,16 +19,25 @@ class TracedReport(NamedTuple):
     """Report of rank 0 in the trace of a training.
 
     Attributes:
+        number: Number of the report among those that count, from 1.
         metrics: The metrics that are numbers and not about performance, which differs in each training.
         world_size: Number of workers.
         group: Number of the worker group, from 1.
         checkpoint: Path of the checkpoint; empty if the report has none.
     """
 
+    number: int
     metrics: dict[str, float]
     world_size: int
     group: int
     checkpoint: str
+
+    def progress(self, counter: str) -> float:
+        """Return the progress of the loop at this report: the value of a counter, or the number of reports up to it.
+
+        ``counter`` is the name of the metric that counts the progress, from :meth:`Trace.counter`; empty: none.
+        """
+        return self.metrics.get(counter, self.number)
 
 
 class Trace(BaseModel):
@@ -74,9 +83,9 @@ class Trace(BaseModel):
     def _start_group(self, event: ev.WorkerGroupStarted) -> None:
         # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
         count = len(self.reports) if event.checkpoint else 0
-        for index in self.saves:
-            if self.reports[index].checkpoint == str(self.folder / event.checkpoint):
-                count = index + 1
+        for report in self.saves:
+            if report.checkpoint == str(self.folder / event.checkpoint):
+                count = report.number
         self.redone += len(self.reports) - count
         del self.reports[count:]
         self.group_count += 1
@@ -90,14 +99,15 @@ class Trace(BaseModel):
             for name, value in event.metrics.items()
             if type(value) in (int, float) and not is_performance_metric(name)
         }
-        self.reports.append(TracedReport(numbers, event.world_size, self.group_count, checkpoint))
-        if len(self.reports) > len(self.progress_times):
+        number = len(self.reports) + 1
+        self.reports.append(TracedReport(number, numbers, event.world_size, self.group_count, checkpoint))
+        if number > len(self.progress_times):
             self.progress_times.append(event.at)
 
     @property
-    def saves(self) -> list[int]:
-        """Indices, in ``reports``, of the reports with a checkpoint."""
-        return [index for index, report in enumerate(self.reports) if report.checkpoint]
+    def saves(self) -> list[TracedReport]:
+        """The reports with a checkpoint."""
+        return [report for report in self.reports if report.checkpoint]
 
     @property
     def group_sizes(self) -> dict[int, int]:
@@ -114,12 +124,3 @@ class Trace(BaseModel):
             if values and all(after > before for before, after in pairwise([-math.inf, *values])):
                 return name
         return ""
-
-    def progress(self, index: int, counter: str) -> float:
-        """Return the progress of the loop at a report: the value of a counter, or the number of reports up to it.
-
-        Args:
-            index: Index of the report in ``reports``.
-            counter: Name of the metric that counts the progress, from :meth:`counter`; empty: none.
-        """
-        return self.reports[index].metrics.get(counter, index + 1)

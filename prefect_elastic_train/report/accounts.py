@@ -98,12 +98,12 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         self._split_first()
         if event.checkpoint not in self.commits and event.checkpoint_at > self.counted_until - self.spent["training"]:
             self._preserve(event.checkpoint)
-        self.uncommitted += self._move("training", "lost")
+        was_stopped = self.phase in ("", "stopped") or event.counted == 1
+        self._close_group("startup" if was_stopped else "restart")
         if event.checkpoint in self.commits:  # otherwise it is too old, and the training that it preserves is unknown
             self._move("productive", "lost", self.spent["productive"] - self.commits[event.checkpoint])
-        was_stopped = self.phase in ("", "stopped") or event.counted == 1
-        self.setup = "startup" if was_stopped else "restart"
-        self.phase = "stopped" if was_stopped else "restart"
+        if was_stopped:
+            self.phase = "stopped"
         self._advance(began)
         self.phase = self.setup
         self._advance(event.at)

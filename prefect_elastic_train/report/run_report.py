@@ -73,7 +73,7 @@ class Incident(BaseModel):
     since: float = 0.0  # start of an interruption that has not ended yet; 0: none
 
 
-class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
+class Checkpoint(BaseModel):
     """A committed checkpoint in the report of a run, with its score if the checkpoint policy has one."""
 
     name: str
@@ -109,8 +109,11 @@ class Curve(BaseModel):
         if len(self.points) >= MAX_POINTS:
             length = (x - self.points[0][0]) / (MAX_POINTS / 4)
             parts = [list(points) for _, points in groupby(self.points, lambda point: point[0] // length)]
-            extremes = [sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}) for part in parts]
-            self.points = list(chain.from_iterable(extremes))
+            self.points = [
+                point
+                for part in parts
+                for point in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
+            ]
         self.points.append((x, y))
 
 
@@ -203,7 +206,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                     del self.incidents[-2]
             case ev.GroupFailed():
                 self._describe(event, "preemption" if isinstance(event, ev.WorkersPreempted) else "failure")
-                self.incidents[-1].since = event.at if event.retried else 0.0
+                if event.retried:
+                    self.incidents[-1].since = event.at
                 self._set_state("restarting workers", self.incidents[-1].reason)
             case ev.WorkerGroupResized():
                 self._describe(event, "resize")
@@ -259,7 +263,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         is_restart = event.attempt > 1
         self.driver_restarts += is_restart
         self._describe(event, "driver" if is_restart else "begin", self.last_end)
-        self.incidents[-1].since = (event.driver_started_at or event.at) if is_restart else 0.0
+        if is_restart:
+            self.incidents[-1].since = event.driver_started_at or event.at
         self.last_end = "the previous driver exited without a final event"
         for note in event.notes:
             self._add_incident(event.at, "repair", note)

@@ -108,7 +108,7 @@ def _compare(folders: Path, undisturbed: Sequence[float] = LOSSES, **disturbed: 
 def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None:
     trace = _trace([1.0] * 12, {11: (10, 1)})
     assert [one.metrics["step"] for one in trace.reports] == list(range(1, 13))
-    assert (trace.redone, trace.group_count, trace.saves) == (2, 2, [4, 9])
+    assert (trace.redone, trace.group_count, [save.number for save in trace.saves]) == (2, 2, [5, 10])
     assert [report.group for report in trace.reports] == [1] * 10 + [2] * 2
     assert len(trace.progress_times) == 12, "what is done again is nothing new"
     _begin(trace, "", at=13.0)
@@ -135,7 +135,7 @@ def test_how_far_a_loop_is_its_finest_counter_tells_or_the_number_of_reports(
     _report(trace, 0.0, **first)
     _report(trace, 1.0, **second)
     assert trace.counter() == counter
-    assert trace.progress(1, counter) == (second[counter] if counter else 2)
+    assert trace.reports[1].progress(counter) == (second[counter] if counter else 2)
 
 
 # ------------------------------------------------------------------------------------------ comparison
