@@ -9,7 +9,6 @@ after Ray has written its snapshot.
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import tag_own_records
 from prefect_elastic_train.core.size_limits import bounded_metrics
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.runs import commits
 from prefect_elastic_train.runs.run_directory import SEED_COMMIT
 from prefect_elastic_train.storage.retries import Waits, collect_waits, waiting_since
@@ -97,7 +97,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_suppress_errors
     def after_controller_start(self, train_run_context: Any) -> None:
         tag_own_records()
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        start_thread(self._send_heartbeats)
 
     @_suppress_errors
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -179,11 +179,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.commit_count = 0
         state.budget.begin_group()
         newest = state.commits.newest
-        state.checkpoint = newest.checkpoint if newest else ""
+        checkpoint = newest.checkpoint if newest else ""
         # The counters of another run, from which this one was started, are not comparable.
         metrics = newest.latest["metrics"] if newest and newest.id != SEED_COMMIT else {}
         restored = self.hooks.restored_states
-        state.loops.begin_group(self._workers, "" if restored else loop_name(state.checkpoint), metrics)
+        state.loops.begin_group(self._workers, "" if restored else loop_name(checkpoint), metrics)
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in self._workers
@@ -192,7 +192,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.publish(
             ev.WorkerGroupStarted(
                 world_size=len(ranks),
-                checkpoint=state.checkpoint,
+                checkpoint=checkpoint,
                 restored_step=restored[0][0].header.step if restored else 0,
                 ranks=ranks,
                 parts=state.phases,
@@ -256,7 +256,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._reports_since_checkpoint += 1
             state.publish(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
-        state.checkpoint = newest.checkpoint
         state.commit_count += 1
         self._reports_since_checkpoint = 0
         state.budget.commit()
@@ -268,8 +267,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 checkpoint=newest.checkpoint, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size
             )
         )
-        step = rank_zero.get("step", 0)
-        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, step)
+        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, rank_zero.get("step", 0))
         waits = (report.waits for report in reports.values())
         self._publish_waits("ranks", max(waits, key=lambda waited: waited.seconds, default=Waits()))
         stalled = round(max((report.stalled for report in reports.values()), default=0.0), 2)
@@ -302,8 +300,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             now = time.monotonic()
             doing = self._state_name
             since = self._turned_at
-            waiting = waiting_since()
-            if waiting is not None:
+            if waiting := waiting_since():
                 doing = "waiting for the storage"
                 since = waiting
             elif now - since > _SLOW_SECONDS:

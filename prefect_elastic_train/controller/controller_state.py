@@ -59,7 +59,6 @@ class ControllerState:
         is_preempted: True if the last failure counts as a preemption.
         failures_left: Failures that the budget allows after the last one, None for any number.
         assumed_nodes: Ids of the nodes from which the size of the next worker group was decided.
-        checkpoint: Folder of the checkpoint that the next worker group would restore, empty for none.
         commit_count: Number of checkpoints committed by the current worker group.
         is_draining: True while a node of the worker group is about to be lost and the group still trains.
     """
@@ -67,7 +66,6 @@ class ControllerState:
     group_failures = 0
     is_preempted = False
     failures_left: int | None = None
-    checkpoint = ""
     commit_count = 0
     is_draining = False
 

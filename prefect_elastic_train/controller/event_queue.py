@@ -5,10 +5,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from prefect_elastic_train.core.events import DROPPABLE, Event, encode_event
+from prefect_elastic_train.core.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +25,17 @@ class ReceiverAddress(NamedTuple):
 
 
 class EventQueue:
-    """Writes events one after the other in a thread.
+    """Writes events one after the other in a thread. A subclass implements the write.
 
-    While the queue is long, it drops progress events. It logs their number at the end. ``write`` takes an encoded event
-    as a line without its line break, and returns False if the same line should be written again.
+    While the queue is long, it drops progress events. It logs their number at the end.
     """
 
     _dropped = 0  # events
 
-    def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
-        self._write = write
+    def __init__(self) -> None:
         self._events: queue.Queue[Event | None] = queue.Queue()
         self.closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run)
 
     def put(self, event: Event) -> None:
         """Add an event to the queue. If the queue is long, a heartbeat or a report without a checkpoint is dropped.
@@ -58,6 +55,10 @@ class EventQueue:
         self._events.put(None)
         self._thread.join(timeout_seconds)
 
+    def _write(self, line: bytes) -> bool:
+        """Write an encoded event, a line without its line break. Return False if it should be written again."""
+        raise NotImplementedError
+
     def _run(self) -> None:
         for event in iter(self._events.get, None):
             try:
@@ -76,13 +77,13 @@ class EventSender(EventQueue):
     def __init__(self, receiver: ReceiverAddress) -> None:
         self._receiver = receiver
         self._connection: socket.socket | None = None
-        super().__init__(self._write_line, "elastic-train-sender")
+        super().__init__()
 
     def close(self, timeout_seconds: float) -> None:
         super().close(timeout_seconds)
         self._disconnect()
 
-    def _write_line(self, line: bytes) -> bool:
+    def _write(self, line: bytes) -> bool:
         try:
             if self._connection is None:
                 address = ("127.0.0.1", self._receiver.port)

@@ -64,7 +64,6 @@ def demand_of(scaling_config: Any) -> Demand:
     """Return the resources, the number and the placement of a run's workers, taken from Ray's scaling config."""
     resources = scaling_config._resources_per_worker_not_none
     topology = scaling_config.topology
-    shape = slice_shape(topology, scaling_config.accelerator_type, resources) if topology else None
     selector: Any = scaling_config.label_selector or {}
     by_worker = isinstance(selector, list)
     return Demand(
@@ -74,5 +73,5 @@ def demand_of(scaling_config: Any) -> Demand:
         labels={} if by_worker else selector,
         labels_by_worker=selector if by_worker else (),
         strategy=scaling_config.placement_strategy,
-        shape=shape,
+        shape=slice_shape(topology, scaling_config.accelerator_type, resources) if topology else None,
     )

@@ -46,4 +46,4 @@ def reserved_resources(coordinator: Any, requester_id: str) -> Collection[Mappin
     options = {"recompute": True} if _CAN_RECOMPUTE else {}
     reference = coordinator.get_reserved_resources.remote(requester_id, **options)
     reserved = ray.get(reference, timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S)
-    return list(reserved.values()) if isinstance(reserved, Mapping) else list(reserved)
+    return reserved.values() if isinstance(reserved, Mapping) else reserved

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -94,13 +94,6 @@ class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
     waited_seconds: float
 
 
-class _Capacity(NamedTuple):
-    """The number of workers that fit on all nodes of the cluster, and the number that fit on stable nodes."""
-
-    possible: int
-    stable: int
-
-
 class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     """Ray Train's scaling policy for a run: decides the size of each worker group.
 
@@ -170,12 +163,11 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         possible = 0
         missing = "an answer of the cluster"
         try:
-            capacity = self._capacity(now, {})
-            if capacity.possible < self._demand.max_workers and remove_orphaned_placement_groups():
+            possible, stable = self._capacity(now, {})
+            if possible < self._demand.max_workers and remove_orphaned_placement_groups():
                 logger.warning("Removed placement groups of drivers that are dead")
-                capacity = self._capacity(now, {})
-            possible = capacity.possible
-            workers = self._start.size(now, possible, capacity.stable)
+                possible, stable = self._capacity(now, {})
+            workers = self._start.size(now, possible, stable)
             missing = self._start_problem
             if possible < self._demand.min_workers:
                 missing = sizing.describe_missing(cluster_nodes(), self._demand, possible)
@@ -215,9 +207,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not is_due or not all(status.running for status in statuses):
             return rays.NoopDecision()
         self._next_check = now + self._settings.resize_check_interval_seconds
-        capacity = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
+        _, stable = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
         self._commit_count = state.commit_count
-        possible = min(capacity.stable, self._start.limit(now))
+        possible = min(stable, self._start.limit(now))
         target = possible if possible > len(workers) else 0
         if bool(target) != bool(self._growth_planned_at):
             self._growth_planned_at = now if target else 0.0
@@ -226,7 +218,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 worker.execute_async(set_announced_growth, self._growths if target else 0)
         waited = now - self._growth_planned_at
         # Without any checkpoint, a growth would lose all work.
-        has_waited = bool(state.checkpoint) and 0 < self._settings.resize_patience_seconds <= waited
+        has_waited = state.commits.newest is not None and 0 < self._settings.resize_patience_seconds <= waited
         if not target or not (committed or held or has_waited):
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
@@ -256,8 +248,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 f"Missing: {missing}. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
 
-    def _capacity(self, now: float, held: Mapping[str, int]) -> _Capacity:
-        """Return the number of workers of the run that fit on the nodes of the cluster now.
+    def _capacity(self, now: float, held: Mapping[str, int]) -> tuple[int, int]:
+        """Return the number of workers of the run that fit on the nodes of the cluster now, and on its stable nodes.
 
         Resources that other users hold count as taken, and resources that workers of the run hold count as free.
 
@@ -280,7 +272,5 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         nodes = cluster_nodes()
         self._state.assumed_nodes = {node.id for node in nodes}
         stable_nodes = self._stability.observe(now, nodes)
-        return _Capacity(
-            possible=sizing.possible_workers(nodes, demand, reserved),
-            stable=sizing.possible_workers(stable_nodes, demand, reserved),
-        )
+        possible = sizing.possible_workers(nodes, demand, reserved)
+        return possible, sizing.possible_workers(stable_nodes, demand, reserved)

@@ -81,13 +81,10 @@ def possible_workers(
         most = min(most, sum(_fitting(part, demand.resources) for part in reserved))
     if demand.shape is not None:
         return min(most // demand.shape.workers, len(free_slices(nodes, demand))) * demand.shape.workers
-    room = {node.id: _workers_on(node, demand) for node in nodes}
-    if demand.strategy == "STRICT_SPREAD":
-        room = {node: min(count, 1) for node, count in room.items()}
+    most_on_node = 1 if demand.strategy == "STRICT_SPREAD" else most
+    room = {node.id: min(_workers_on(node, demand), most_on_node) for node in nodes}
     chosen = [[node] for node in nodes] if demand.strategy == "STRICT_PACK" else [nodes]
-    if demand.labels_by_worker:
-        return min(most, max((_count_placed(each, room, demand.labels_by_worker) for each in chosen), default=0))
-    return min(most, max((sum(room[node.id] for node in each) for each in chosen), default=0))
+    return min(most, max((_count_placed(each, room, demand.labels_by_worker) for each in chosen), default=0))
 
 
 def _count_placed(
@@ -100,8 +97,11 @@ def _count_placed(
     Args:
         nodes: Nodes to place the workers on.
         room: Number of workers that fit on each node.
-        labels_by_worker: Label selector of each worker. A group of n workers has the first n.
+        labels_by_worker: Label selector of each worker. A group of n workers has the first n. Empty: the workers have
+            no selectors of their own.
     """
+    if not labels_by_worker:
+        return sum(room[node.id] for node in nodes)
     choices = [[node.id for node in nodes if _satisfies(node.labels, labels)] for labels in labels_by_worker]
     for number in range(len(choices), 0, -1):
         left = dict(room)

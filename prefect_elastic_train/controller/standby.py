@@ -73,9 +73,8 @@ def can_use_standbys(scaling: ScalingSettings, framework: str) -> bool:
 
     On GPUs they can only with torch, whose workers see all GPUs of a node; on other accelerators they cannot.
     """
-    shares_view = ray_constants.env_bool(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, True)
     if scaling.accelerator == "gpu":
-        return framework == "torch" and shares_view
+        return framework == "torch" and ray_constants.env_bool(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, True)
     return not {*DEVICES} & {*scaling.resources_per_worker, scaling.accelerator.upper()}
 
 
@@ -247,6 +246,7 @@ def _bundle_devices(group: PlacementGroup, indices: list[int], gpus: float) -> d
     A task in each bundle looks them up.
     """
     task = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(assigned_devices)
-    bundles = [PlacementGroupSchedulingStrategy(group, index) for index in indices]
-    references = [task.options(scheduling_strategy=bundle).remote() for bundle in bundles]
+    references = [
+        task.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote() for index in indices
+    ]
     return dict(zip(indices, ray.get(references, timeout=_DEVICES_SECONDS), strict=True))

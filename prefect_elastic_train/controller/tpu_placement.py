@@ -31,13 +31,11 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
     """
     shape = demand.shape
     assert shape is not None
-    slices = free_slices(cluster_nodes(), demand)
     deadline = time.monotonic() + _RELEASE_SECONDS
-    while len(slices) < context.num_slices:
+    while len(slices := free_slices(cluster_nodes(), demand)) < context.num_slices:
         if time.monotonic() > deadline:
             raise WorkerGroupStartupTimeoutError(context.num_workers)
         time.sleep(_POLL_SECONDS)
-        slices = free_slices(cluster_nodes(), demand)
     heads = list[PlacementGroup]()
     selectors: list[dict[str, str]] = []
     try:

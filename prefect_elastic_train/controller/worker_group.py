@@ -20,6 +20,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.worker.train_worker import RayTrainWorker
 
 from . import failures, standby
@@ -81,8 +82,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             WorkerGroupError: A worker died on a living node. The next worker group may die in the same way.
         """
         is_started = threading.Event()
-        watcher = threading.Thread(target=self._watch_nodes, args=(is_started,), name="watch nodes", daemon=True)
-        watcher.start()
+        watcher = start_thread(self._watch_nodes, is_started)
         try:
             super()._start()
         except Exception as error:

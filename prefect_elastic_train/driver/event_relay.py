@@ -90,7 +90,7 @@ class EventOutput(EventQueue):
     def __init__(self, stream: IO[str]) -> None:
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
-        super().__init__(self._write_event, "elastic-train-output")
+        super().__init__()
 
     def write_text(self, text: str) -> None:
         """Write whole lines to the driver's standard output. Lines of several threads do not mix."""
@@ -99,7 +99,7 @@ class EventOutput(EventQueue):
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
-    def _write_event(self, line: bytes) -> bool:
+    def _write(self, line: bytes) -> bool:
         with suppress(OSError):  # the supervisor has exited; its guard stops this process
             # A line break first: in a job's log the standard error may have left an incomplete line.
             self.write_text(f"\n{ev.EVENT_TAG}{line.decode()}\n")

@@ -104,10 +104,10 @@ class State(SimpleNamespace):
         self.failures = {}
         self.settings = SimpleNamespace(scaling=scaling or ScalingSettings(max_workers=4), requester_id=requester_id)
         super().__init__(
-            checkpoint="a",
             commit_count=0,
             is_draining=False,
             budget=FailureWindow(0),
+            commits=SimpleNamespace(newest="a commit"),
             loops=LoopWatch(FailureSettings(), lambda event: None),
             standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
             keepers=SimpleNamespace(restored_point=None),
@@ -325,10 +325,10 @@ def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit
     later(1.0)
     assert policy.grow(3) is None
     later(90.0)
-    state.checkpoint = ""
+    state.commits.newest = None
     assert policy.grow(4) is None  # it would throw away all work
     later(1.0)
-    state.checkpoint = "a"
+    state.commits.newest = "a commit"
     decision = policy.grow(4)
     assert (decision.reason, decision.waited_seconds) == ("patience", 91)
 
@@ -394,9 +394,9 @@ def test_the_policy_reserves_under_the_runs_own_id_and_sees_a_new_node_at_once(
     assert list(coordinator._ongoing_reqs) == ["run-x"]
     assert coordinator._ongoing_reqs["run-x"].expiration_time == 60  # two renewals fit in
     monkeypatch.setattr(scaling_policy, "cluster_nodes", lambda: [Node("n0", {"CPU": 4.0}, {"CPU": 4.0})])
-    assert policy._capacity(0.0, {}).possible == 0
+    assert policy._capacity(0.0, {})[0] == 0
     nodes.append({"NodeID": "n0", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {}})
-    assert policy._capacity(0.0, {}).possible == 2  # as many as are reserved
+    assert policy._capacity(0.0, {})[0] == 2  # as many as are reserved
 
 
 def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,4 +623,4 @@ def test_a_start_is_given_up_when_a_node_goes_that_it_was_decided_from_or_is_pla
     group, ended = _starting_group(state, monkeypatch, living, start)
     group._start()
     assert ended == ["placement group"] * is_given_up
-    assert not [thread for thread in threading.enumerate() if thread.name == "watch nodes"]
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("_watch_nodes")]
