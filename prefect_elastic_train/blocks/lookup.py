@@ -33,6 +33,7 @@ STORAGE_TYPES: tuple[type[StorageBlock], ...] = get_args(StorageBlock)
 BLOCK_TYPES: dict[str, tuple[type[TrainingBlock], ...]] = {
     argument: get_args(accepted) or (accepted,) for argument, accepted in get_type_hints(Blocks).items()
 }
+ALL_BLOCK_TYPES = [block_type for types in BLOCK_TYPES.values() for block_type in types]
 
 
 def find_saved(types: Sequence[type[TrainingBlock]], name: str) -> TrainingBlock | None:
@@ -98,7 +99,7 @@ def values_of(block: TrainingBlock, **options: Any) -> dict[str, Any]:
     return block.model_dump(mode="json", include=set(type(block).model_fields), **options)
 
 
-def load_block(argument: str, value: TrainingBlock | str | Path | None = None) -> Any:
+def load_block(argument: str, value: TrainingBlock | str | Path | None) -> Any:
     """Return the block for an argument of ``elastic_train``.
 
     It is ``value`` itself if that is a block. Otherwise :func:`chosen_block` loads the block with the name ``value``,
@@ -110,7 +111,7 @@ def load_block(argument: str, value: TrainingBlock | str | Path | None = None) -
     types = BLOCK_TYPES[argument]
     if isinstance(value, Path):
         value = os.path.abspath(value)
-    block = chosen_block(argument, value or "") if value is None or isinstance(value, str) else value
+    block = chosen_block(argument, value or "") if isinstance(value, str | None) else value
     if not isinstance(block, types):
         names = " or ".join(block_type.__name__ for block_type in types)
         raise ConfigurationError(f"{argument}: expected {names} or the name of one, got {type(value).__name__}")
@@ -155,7 +156,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> Any:
     return blocks.LocalStorage(path=DEFAULT_STORAGE) if argument == "storage" else types[0]()
 
 
-def chosen_blocks(names: Mapping[str, str], profile: str = "") -> Blocks:
+def chosen_blocks(names: Mapping[str, str], profile: str) -> Blocks:
     """Load the blocks for all arguments of ``elastic_train``, each as :func:`chosen_block` does.
 
     ``names`` has the names of blocks by argument. An argument without a name uses the block that is saved under the
@@ -164,9 +165,7 @@ def chosen_blocks(names: Mapping[str, str], profile: str = "") -> Blocks:
     Raises:
         ConfigurationError: A block cannot be loaded, or no block is saved under the name of the profile.
     """
-    chosen: dict[str, Any] = {
-        argument: chosen_block(argument, names.get(argument, ""), profile) for argument in BLOCK_TYPES
-    }
-    if profile and not any(block._block_document_name == profile for block in chosen.values()):
+    chosen = Blocks._make(chosen_block(argument, names.get(argument, ""), profile) for argument in Blocks._fields)
+    if profile and not any(block._block_document_name == profile for block in chosen):
         raise ConfigurationError(f"--profile {profile}: no block of a training has this name. See `prefect block ls`")
-    return Blocks(**chosen)
+    return chosen

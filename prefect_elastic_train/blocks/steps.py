@@ -5,10 +5,9 @@ deployment. The copy does not follow later changes, and shows the block's secret
 after that, so a reference stays a reference.
 """
 
-from itertools import chain
 from typing import Any
 
-from .lookup import BLOCK_TYPES, load_saved, reference_to
+from .lookup import ALL_BLOCK_TYPES, load_saved, reference_to
 
 
 def saved_blocks(**names: str) -> dict[str, Any]:
@@ -38,5 +37,4 @@ def saved_blocks(**names: str) -> dict[str, Any]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    types = [*chain.from_iterable(BLOCK_TYPES.values())]
-    return {key: reference_to(load_saved(types, name)) for key, name in names.items()}
+    return {key: reference_to(load_saved(ALL_BLOCK_TYPES, name)) for key, name in names.items()}

@@ -44,7 +44,7 @@ class _LazyGroup(TyperGroup):
         commands.command("resume")(flow_runs.resume_flow_run)
         commands.command("doctor")(doctor.examine)
         commands.add_typer(runs.app, name="runs", help=COMMANDS["runs"])
-        commands.add_typer(flow_runs.app, name="automations")
+        commands.add_typer(flow_runs.app, name="automations", help=COMMANDS["automations"])
         self.commands = typer.main.get_group(commands).commands
         return super().resolve_command(ctx, args)
 

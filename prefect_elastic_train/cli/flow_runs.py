@@ -9,11 +9,6 @@ from .common import exit_on_error, print_lines
 
 app = typer.Typer(no_args_is_help=True)
 
-Deployments = Annotated[
-    list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")
-]
-Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this tag. May be given several times.")]
-
 
 def resume_flow_run(
     flow_run_id: Annotated[UUID, typer.Argument(help="Id of the flow run.", metavar="FLOW_RUN")],
@@ -34,15 +29,14 @@ def resume_flow_run(
             print_lines(line)
 
 
-@app.callback()
-def automations() -> None:
-    """Automations that resume dead flow runs, start evaluations and send alerts."""
-
-
 @app.command("create")
 def create_automations(
-    deployments: Deployments = None,
-    tags: Tags = None,
+    deployments: Annotated[
+        list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")
+    ] = None,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="Runs with this tag. May be given several times.")
+    ] = None,
     max_resumes: Annotated[int, typer.Option(min=1, help="How often a flow run may be resumed.")] = 10,
     heartbeat_timeout: Annotated[
         float,
@@ -72,7 +66,7 @@ def create_automations(
     from prefect_elastic_train.orchestration.automations import save_automations
 
     with exit_on_error(), get_client(sync_client=True) as client:
-        saved = save_automations(
+        for change, name in save_automations(
             client,
             deployments or [],
             tags or [],
@@ -81,6 +75,5 @@ def create_automations(
             evaluate_with,
             evaluate_at,
             alert,
-        )
-        for change, name in saved:
+        ):
             print_lines(f"{change:<10}{name}")

@@ -123,13 +123,11 @@ def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions
     Return the parameters of the flow ``train``, without its blocks.
     """
     from prefect_elastic_train.orchestration.arguments import check_options
-    from prefect_elastic_train.orchestration.train_loops import absolute_loop_name, check_loop_name
+    from prefect_elastic_train.orchestration.train_loops import check_loop_name
 
     check_options(options)
-    name = absolute_loop_name(loop)
-    check_loop_name(name)
     requested = {option: value for option, value in options.items() if value is not None}
-    return {"train_loop": name, "train_loop_config": config, **requested}
+    return {"train_loop": check_loop_name(loop), "train_loop_config": config, **requested}
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:
@@ -166,11 +164,10 @@ def _run_flow(parameters: dict[str, Any], blocks: Blocks) -> FlowRun:
     from prefect_elastic_train.train_flow import train
 
     # The flow run keeps references to saved blocks, as from the UI: no secrets, and a retry uses the current values.
-    references = {
+    parameters = parameters | {
         argument: reference_to(block) if block._block_document_id else block
         for argument, block in blocks._asdict().items()
     }
-    parameters = {**parameters, **references}
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(train, parameters=train.serialize_parameters(parameters))
     try:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
 
 import httpx
 from prefect.client.base import ServerType, determine_server_type
@@ -16,7 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
+from prefect_elastic_train.blocks.lookup import ALL_BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome
 from prefect_elastic_train.core.records import Owner
@@ -60,15 +59,16 @@ _API_TIMEOUT_SECONDS = 3.0
 _STOP_SECONDS = 4.0
 
 
-def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
+def examine(storage: str, cluster: str, profile: str) -> Iterator[Finding]:
     """Run the checks of ``elastic-train doctor``, and yield their findings.
 
     If the server fails, the other checks are left out; if the blocks fail, those of the storage and the cluster.
 
     Args:
-        storage: A directory, a URL or a saved block.
-        cluster: A saved ``RayCluster``.
-        profile: A name under which blocks of several types are saved. All other blocks are the default ones.
+        storage: A directory, a URL or a saved block; empty: not named.
+        cluster: A saved ``RayCluster``; empty: not named.
+        profile: A name under which blocks of several types are saved; empty: none. All other blocks are the default
+            ones.
     """
     specs: list[DriverSpec] = []  # spec of a training with these blocks; empty if they cannot be loaded
 
@@ -113,7 +113,7 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding
         )
     return [
         replace(finding, check=name, message=without_credentials(" ".join(finding.message.split())))
-        for finding in [*findings]
+        for finding in findings
     ]
 
 
@@ -212,7 +212,7 @@ def check_block_types() -> Iterator[Finding]:
         return
     outdated: list[str] = []
     with _prefect_client() as client:
-        for block_type in chain.from_iterable(BLOCK_TYPES.values()):
+        for block_type in ALL_BLOCK_TYPES:
             try:
                 checksum = block_type._calculate_schema_checksum()
                 client.read_block_schema_by_checksum(checksum, version=block_type.get_block_schema_version())

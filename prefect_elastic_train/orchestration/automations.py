@@ -91,9 +91,9 @@ def save_automations(
     tags: Sequence[str],
     max_resumes: int,
     heartbeat_timeout_seconds: float,
-    evaluate_with: str = "",
-    evaluate_at: str = "best-checkpoint",
-    alert: str = "",
+    evaluate_with: str,
+    evaluate_at: str,
+    alert: str,
 ) -> list[tuple[str, str]]:
     """Create or update the Prefect automations for deployments and tags. A repeated call changes nothing.
 
@@ -231,13 +231,13 @@ def _save(client: SyncPrefectClient, template: _Template, label: str, resource: 
 
     ``resource`` is role and id of the deployment or tag in Prefect's events; ``label`` is its name for users.
     """
-    # An update sends only what is set, so the posture is set even where it is the default.
-    trigger: dict[str, Any] = {"posture": Posture.Reactive, "within": timedelta(0), **template.trigger}
+    # An update sends only what is set, and the server requires the posture, so it is set even where it is the default.
+    trigger: dict[str, Any] = {"posture": Posture.Reactive, **template.trigger}
     related = {"prefect.resource.role": resource.partition(".")[0], "prefect.resource.id": f"prefect.{resource}"}
     automation = AutomationCore(
         name=f"elastic-train: {template.name} of {label}",
         description=template.description,
-        trigger=EventTrigger(match_related=related, threshold=1, **trigger),
+        trigger=EventTrigger(match_related=related, **trigger),
         actions=[template.action],
     )
     existing = client.read_automations_by_name(automation.name)

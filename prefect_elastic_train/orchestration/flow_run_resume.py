@@ -51,8 +51,8 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
     if state.is_scheduled() or state.is_paused() or state.is_completed():
         raise ConfigurationError(f"flow run {flow_run.name} is {state.name}: there is nothing left to resume")
     if not state.is_final():
-        evidence = None if force else next(_find_liveness(client, flow_run, state), None)
-        if evidence is not None:
+        evidence = "" if force else next(_find_liveness(client, flow_run, state), "")
+        if evidence:
             raise ConfigurationError(
                 f"flow run {flow_run.name} may be alive: {evidence}. Wait, or use --force if you know that it is dead; "
                 "if a process is alive then, it stops"

@@ -89,7 +89,7 @@ def enclosing_flows() -> Iterator[FlowRunContext]:
     context = FlowRunContext.get()
     while context is not None:
         yield context
-        outer = context._token.old_value if context._token is not None else None
+        outer = context._token and context._token.old_value
         context = outer if isinstance(outer, FlowRunContext) else None
 
 
@@ -97,8 +97,8 @@ def is_ending(flow: FlowRunContext) -> bool:
     """Return True if a flow run of this process ends, or has ended, without being completed. Works in any thread."""
     # Prefect's engine leaves the context of a flow run before it waits for the flow's threads. A run that is not
     # completed by then ends by a signal or another exception.
-    state = flow.flow_run.state if flow.flow_run is not None else None
-    return flow._token is None and not (state is not None and state.is_completed())
+    state = flow.flow_run and flow.flow_run.state
+    return flow._token is None and not (state and state.is_completed())
 
 
 def exit_with_flow_process(flows: Sequence[FlowRunContext]) -> None:

@@ -4,7 +4,6 @@ import math
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from itertools import chain
 from typing import Any, NamedTuple
 
 from prefect.events import RelatedResource, emit_event
@@ -125,7 +124,7 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
             yield "resized", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.GroupFailed():
             payload = {
-                "ranks": sorted(chain.from_iterable(cause.ranks for cause in event.causes)),
+                "ranks": sorted(rank for cause in event.causes for rank in cause.ranks),
                 "reasons": describe_causes(event.causes),
                 **event.model_dump(include={"retried", "reports_lost"}),
                 "gives_up": "" if event.retried else event.gives_up,

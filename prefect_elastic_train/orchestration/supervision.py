@@ -138,11 +138,12 @@ def classify_end(error: BaseException, is_detached: bool, is_end_requested: Call
             return TrainingState.TIMED_OUT
         case AttemptFailedError(outcome=Outcome.CANCELLED) | KeyboardInterrupt() | asyncio.CancelledError():
             return TrainingState.CANCELLED
+        case Stop() if error.flow_run_id:
+            return TrainingState.CANCELLED
         case Exception():
             return TrainingState.FAILED
     # A cancellation and the loss of a machine send the same signal, so the state of the flow runs decides.
-    is_cancelled = (isinstance(error, Stop) and error.flow_run_id) or is_end_requested()
-    return TrainingState.CANCELLED if is_cancelled else TrainingState.INTERRUPTED
+    return TrainingState.CANCELLED if is_end_requested() else TrainingState.INTERRUPTED
 
 
 @dataclass(eq=False)
@@ -166,7 +167,7 @@ class Training(Follower):
     blocks: Blocks
     saved_blocks: Mapping[str, str]
     position: TrainingPosition
-    timeout_seconds: float | None = None
+    timeout_seconds: float | None
     submitted: bool = False
 
     def __post_init__(self) -> None:
@@ -197,11 +198,11 @@ class Training(Follower):
         After a retryable error, processes, cluster and report are kept for the next attempt. Otherwise they are closed.
         """
         if self._state is TrainingState.CREATED:
-            self._enter(TrainingState.RUNNING)
+            self._start()
         try:
             if self._state is TrainingState.WAITING:
                 self._prepare_restart()
-                self._enter(TrainingState.RUNNING)
+            self._enter(TrainingState.RUNNING)
             self._idle_attempts += 1
             ended = self._run_driver()
         except BaseException as error:
@@ -225,17 +226,13 @@ class Training(Follower):
             self._end(error or Stop())
 
     def _enter(self, state: TrainingState, reason: str = "", is_published: bool = False) -> None:
-        """Change the state of the training.
-
-        The first change starts the training's processes, log and report, and the change to a final state closes them.
+        """Change the state of the training. The change to a final state closes its processes and its report.
 
         Args:
             state: The new state.
             reason: The reason for a final state.
             is_published: True if another process has published the end.
         """
-        if self._state is TrainingState.CREATED:
-            self._start()
         self._state = state
         if state in _OPEN_STATES:
             return
@@ -361,9 +358,10 @@ class Training(Follower):
             # Without an answer, no variable: the storage that is used now must not replace the known one.
             request = replace(request, known_storage=("", "") if uri is None else (uri, variable))
         self.request = request
-        spec = driver_spec(request, self.blocks)
         return replace(
-            spec, previous_end=self._publisher.report.last_end, ends_at=self._deadline - time.monotonic() + time.time()
+            driver_spec(request, self.blocks),
+            previous_end=self._publisher.report.last_end,
+            ends_at=self._deadline - time.monotonic() + time.time(),
         )
 
     def _reload_blocks(self) -> None:

@@ -31,22 +31,21 @@ def load_named_loop(name: str) -> Callable[..., Any] | str:
     return name
 
 
-def absolute_loop_name(name: str) -> str:
-    """Return the name of a train loop with the absolute path of its file.
+def check_loop_name(name: str) -> str:
+    """Import the train loop with this name. Return the name, that of a file with its absolute path.
 
-    An import path such as ``package.module:function`` is returned unchanged.
+    Raises:
+        ConfigurationError: The name has neither form, or is not that of a train loop.
     """
-    return os.path.abspath(os.path.expanduser(name)) if ".py:" in name else name
-
-
-def check_loop_name(name: str) -> None:
-    """Import the train loop with this name; raise a ConfigurationError if it is not a train loop."""
+    if ".py:" in name:
+        name = os.path.abspath(os.path.expanduser(name))
     if not re.match(LOOP_PATTERN, name):
         raise ConfigurationError(
             f"train loop {name!r} is neither 'package.module:function' nor 'path/to/file.py:function'"
         )
     loop = load_named_loop(name)
     check_loop(import_loop(loop) if isinstance(loop, str) else loop)
+    return name
 
 
 @cache

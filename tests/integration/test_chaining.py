@@ -42,7 +42,7 @@ def _completed(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> 
 
 def _automate(client: SyncPrefectClient, deployment: str, at: str) -> None:
     """Have an automation start the evaluation of a deployment's trainings."""
-    automations.save_automations(client, [deployment], [], 10, 600.0, evaluate_with="evaluate/digits", evaluate_at=at)
+    automations.save_automations(client, [deployment], [], 10, 600.0, "evaluate/digits", at, alert="")
     time.sleep(2)  # a server takes up to a second to load them
 
 

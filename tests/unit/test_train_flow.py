@@ -12,7 +12,6 @@ from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudge
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.train_loops import (
     LOOP_PATTERN,
-    absolute_loop_name,
     check_loop_name,
     load_named_loop,
 )
@@ -32,13 +31,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_loop_is_named_by_an_import_path_or_by_a_file_which_is_run_once(folder: Path) -> None:
-    assert load_named_loop("my_project.loops:train_loop") == absolute_loop_name("my_project.loops:train_loop")
+    assert load_named_loop("my_project.loops:train_loop") == "my_project.loops:train_loop"
     assert sys.path[0] == str(folder), "modules are looked for in the current folder"
     loop = load_named_loop("scripts/train-it.py:Loops.loop")
     assert callable(loop)
     assert loop({}) == "beside"
     assert load_named_loop("scripts/train-it.py:Loops.loop") is loop
-    assert absolute_loop_name("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
+    assert check_loop_name("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
 
 
 @pytest.mark.parametrize("name", ["ending_as_file.py:train_loop", "ending_as_module:train_loop"])
