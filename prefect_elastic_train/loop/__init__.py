@@ -59,8 +59,8 @@ _STATE_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",)}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for module in map(import_module, (f"{__name__}.{part}" for part in _STATE_MODULES.get(name, _MODULES))):
-            if hasattr(module, name):
-                return getattr(module, name)
+    for module_name in _STATE_MODULES.get(name, _MODULES) if name in __all__ else ():
+        module = import_module(f"{__name__}.{module_name}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,5 @@
 """Digests of the samples that each step of a run has seen, to verify that each sample was seen exactly once."""
 
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,12 +43,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self.total = self.seen = combine([])
-        self._steps = array("Q")  # digests one after the other, which takes less memory than an array for each
+        self._steps = bytearray()  # digests one after the other, which takes less memory than an array for each
 
     def add(self, samples: Indices, step: int) -> None:
         """Record the indices of the samples that this rank has loaded in ``step``. Call it for each step, in order."""
         added = digest(samples, step)
-        self._steps.frombytes(added.tobytes())
+        self._steps += added.tobytes()
         self.seen = combine([self.seen, added])
 
     def continue_from(self, digests: Iterable[Digest]) -> None:
@@ -63,8 +62,8 @@ class Ledger:
             ``steps``, a digest for each step since the last checkpoint, ``since``, the number of steps that were done
             at that checkpoint, and ``total`` before this call.
         """
-        steps = np.array(self._steps, dtype=np.uint64).reshape(-1, 3)
-        arrays = {"since": np.array(done - len(steps)), "total": self.total, "steps": steps}
+        steps = np.frombuffer(self._steps, dtype=np.uint64).reshape(-1, 3)
+        arrays = {"since": done - len(steps), "total": self.total, "steps": steps}
         self.total = self.seen
-        self._steps = array("Q")
+        self._steps = bytearray()
         return arrays

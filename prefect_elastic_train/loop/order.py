@@ -40,7 +40,7 @@ def permute(positions: Indices, length: int, *key: int) -> Indices:
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     seeds = np.random.SeedSequence([part & (2**64 - 1) for part in key])
     keys: Any = seeds.generate_state(_ROUNDS, np.uint64)
-    indices = np.asarray(positions).astype(np.uint64)
+    indices = np.array(positions, np.uint64)
     outside: Any = np.ones(indices.shape, dtype=bool)
     while outside.any():
         high = indices[outside] >> right

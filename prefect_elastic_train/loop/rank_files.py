@@ -25,7 +25,7 @@ def missing_rank_files_message(names: Iterable[str]) -> str:
         names: Names of the checkpoint's files.
     """
     files = set(names)
-    sizes = {int(match[2]) for match in map(RANK_FILE.fullmatch, files) if match is not None}
+    sizes = {int(match[2]) for match in map(RANK_FILE.fullmatch, files) if match}
     expected = {rank_file("", rank, size).name for size in sizes for rank in range(size)}
     missing = sorted(expected - files)
     return f"{len(missing)} of {len(expected)} ranks did not store their part, first {missing[0]}" if missing else ""

@@ -78,10 +78,9 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
     context = train_context()
     if context is None:
         return False, decide and decide()
-    is_alone = context.get_world_size() == 1
-    decision = decide() if decide and (is_alone or context.get_world_rank() == 0) else None
+    decision = decide() if decide and context.get_world_rank() == 0 else None
     answer = (announced_restart(context), _next_local_polls(), decision)
-    if not is_alone:
+    if context.get_world_size() > 1:
         import ray.train.collective
 
         answer = ray.train.collective.broadcast_from_rank_zero(answer)
@@ -95,8 +94,8 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
 
 def announced_growth() -> int:
     """Return the number of the growth of which the session was notified last; 0: it was a drain."""
-    kind, number = state.notified[True]
-    return number if kind == "growth" else 0
+    restart = state.notified[True]
+    return restart if isinstance(restart, int) else 0
 
 
 def set_announced_growth(number: int) -> None:
@@ -109,26 +108,24 @@ def set_announced_growth(number: int) -> None:
 
 def train_context() -> Any:
     """Return Ray Train's context of this worker process, or None if it is no Ray Train worker. Does not import Ray."""
-    module = sys.modules.get("ray.train.v2._internal.execution.context")
-    return getattr(module, "_train_context", None)
+    return getattr(sys.modules.get("ray.train.v2._internal.execution.context"), "_train_context", None)
 
 
 def local_context() -> Any:
     """Return Ray Train's context of the latest local-mode training in this process, or None. Does not import Ray."""
-    module = sys.modules.get("ray.train.v2._internal.execution.train_fn_utils")
-    utils = getattr(module, "_train_fn_utils", None)
+    utils = getattr(sys.modules.get("ray.train.v2._internal.execution.train_fn_utils"), "_train_fn_utils", None)
     return utils and utils.get_context()
 
 
 def announced_restart(context: Any) -> Any:
-    """Return a value that identifies the drain or growth for which the worker group will restart.
+    """Return what identifies the restart of the worker group: the nodes of the drain, or the number of the growth.
 
     Return None if no restart is announced to this worker.
     """
     preemption = context.preemption_context.preemption_info
     if preemption is not None:
-        return ("drain", tuple(sorted(preemption.preempted_node_to_ranks)))
-    return ("growth", state.growth) if state.growth else None
+        return sorted(preemption.preempted_node_to_ranks)
+    return state.growth or None
 
 
 def _next_local_polls() -> int:

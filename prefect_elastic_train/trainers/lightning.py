@@ -130,10 +130,11 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         results = trainer.fit_loop.epoch_loop._results
         for sums in self._restored_sums:
             for name in sums.keys() & results.keys():
-                reduce = results[name].meta.reduce_fx
+                result = results[name]
+                reduce = result.meta.reduce_fx
                 combine = reduce if reduce in (torch.max, torch.min) else torch.add
                 for key, value in sums.pop(name).items():
-                    setattr(results[name], key, combine(value, getattr(results[name], key)))
+                    setattr(result, key, combine(value, getattr(result, key)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the last step in the session, and save the steps that are not saved yet. Lightning calls it."""
@@ -155,13 +156,12 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         The session calls it on all ranks. The function that it returns does nothing, since all files are written.
         """
         trainer = self._trainer
-        connector = trainer._logger_connector
         trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME), weights_only=False)
         results = trainer.fit_loop.epoch_loop._results.items()
         rank_state = {
             "parts": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
-            "connector": {name: getattr(connector, name) for name in _LOGGED},
+            "connector": {name: getattr(trainer._logger_connector, name) for name in _LOGGED},
             "logged": {name: item.metric_state for name, item in results if item.is_tensor and not item.has_reset},
             "metrics": {
                 name: {**metric.metric_state, "_update_count": metric._update_count}

@@ -64,15 +64,15 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         **options: Any,
     ) -> None:
         args = args or transformers.TrainingArguments("tmp_trainer")
-        self._micro_batch = args.per_device_train_batch_size
-        args.gradient_accumulation_steps = math.ceil(math.ceil(global_batch / args.world_size) / self._micro_batch)
+        share = math.ceil(global_batch / args.world_size)
+        args.gradient_accumulation_steps = math.ceil(share / args.per_device_train_batch_size)
         args.average_tokens_across_devices = True
         super().__init__(model, args, *more, **options)
         self._global_batch = global_batch
         self._session_options = session or {}
         self._weights = deque[float]()  # weights of batches that are loaded and not yet trained on
         self._logged: dict[str, Any] = {}  # metrics since the last step
-        self._restored: dict[str, Any] = {"stopped": False, "sums": {}, "callbacks": []}  # from this rank's file
+        self._restored: dict[str, Any] = {"stopped": False}  # from this rank's file
         self._resumed: ScratchFolder | None = None  # copy of the checkpoint that the trainer resumes from
         self._best = Path(self.args.output_dir, _BEST)
         self.add_callback(self)
@@ -80,7 +80,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
     def get_train_dataloader(self) -> Any:
         """Return a data loader that only has the number of batches of an epoch: the session loads the batches."""
         epoch = range(self._order.steps_per_epoch)
-        batches = StepBatches(self._order, epoch, 0, self.args.world_size, self._micro_batch)
+        batches = StepBatches(self._order, epoch, 0, self.args.world_size, self.args.per_device_train_batch_size)
         return torch.utils.data.DataLoader(range(len(batches)), generator=torch.Generator())
 
     def get_batch_samples(self, epoch_iterator: Any, *more: Any) -> Any:
@@ -131,7 +131,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         for batch in self.session.batches(
             self.train_dataset,
             drop_last=self._order.drop_last,
-            micro_batch=self._micro_batch,
+            micro_batch=self.args.per_device_train_batch_size,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -141,16 +141,14 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             if self.session.is_last_part:  # the trainer requests the next batches after evaluation and callbacks
                 self._end_step()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log metrics as ``transformers.Trainer`` does, and keep them for the session's report of the step."""
-        super().log(logs, start_time)
+    def on_log(self, *_: Any, logs: dict[str, float], **more: Any) -> None:
+        """Keep metrics that ``transformers.Trainer`` has logged for the session's report of the step."""
         self._logged.update(logs)
 
     def _end_step(self) -> None:
         """Record the step in the session as done, with the metrics that were logged since the step before."""
-        metrics = self._logged
+        self.session.step(self._logged)
         self._logged = {}
-        self.session.step(metrics)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
         """Return the loss of a batch, which in training is multiplied by :attr:`weight`.
@@ -249,9 +247,9 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         These are the running sums of the next log entry, the states of callbacks, and the decision to stop. The trainer
         calls it. It also deletes the temporary copy of the checkpoint.
         """
-        self.__dict__.update(self._restored["sums"])
-        for callback, attributes in zip(self._exportable(), self._restored["callbacks"], strict=False):
-            vars(callback).update(attributes)
         control.should_training_stop = self._restored["stopped"]
         if self._resumed:
+            self.__dict__.update(self._restored["sums"])
+            for callback, attributes in zip(self._exportable(), self._restored["callbacks"], strict=False):
+                vars(callback).update(attributes)
             self._resumed.remove()

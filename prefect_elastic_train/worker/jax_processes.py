@@ -35,7 +35,7 @@ def join(platform: str, address: str, size: int, rank: int) -> None:
 def is_joined() -> bool:
     """Return True if this worker has joined its worker group with ``jax.distributed``."""
     jax = sys.modules.get("jax")
-    return jax is not None and bool(jax.distributed.is_initialized())
+    return bool(jax and jax.distributed.is_initialized())
 
 
 def leave() -> None:

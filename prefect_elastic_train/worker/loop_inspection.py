@@ -120,7 +120,7 @@ def has_session() -> bool:
 def is_waiting() -> bool:
     """Return True if the train loop waits for Ray or for other ranks."""
     frame = _innermost_frame()
-    return frame is not None and re.search(_WAITING_FILES, frame.f_code.co_filename) is not None
+    return bool(frame and re.search(_WAITING_FILES, frame.f_code.co_filename))
 
 
 def _innermost_frame() -> Any:
@@ -149,15 +149,15 @@ def thread_stacks() -> str:
     The first line continues a sentence: ``is at train.py:31 in step: loss.backward()``.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = {
-        ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+    threads = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in _thread_frames().items()
-    }
-    del threads[threading.get_ident()]
+        if ident != threading.get_ident()
+    ]
     session = _session()
-    steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session is not None else []
+    steps = [f"session.step() was called up to step {session.done} of {session.end}"] if session else []
     waits = _WAITING_LINES.search("".join(traceback.format_stack(_innermost_frame())))
-    return "\n".join([f"{'waits for other ranks' if waits else 'is'} {current_line()}", *steps, *threads.values()])
+    return "\n".join([f"{'waits for other ranks' if waits else 'is'} {current_line()}", *steps, *threads])
 
 
 def _thread_frames() -> dict[int, Any]:

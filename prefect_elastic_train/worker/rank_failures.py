@@ -36,7 +36,7 @@ class LoopFailedError(Exception):
 
     _traceback_str = property(Exception.__str__)  # as in Ray's UserExceptionWithTraceback
     message: str
-    is_consequence: bool
+    is_consequence = False
 
 
 def failure_text(failure: Exception) -> str:
@@ -65,7 +65,6 @@ def portable_failure(failure: Any) -> Any:
     portable = LoopFailedError(truncate(failure_text(failure), MAX_LOG_BYTES))
     raised = TracebackException.from_exception(error)
     portable.message = _message(raised)[:MAX_CAUSE]
-    portable.is_consequence = False
     cause: TracebackException | None = raised
     while cause is not None:  # an error of a collective is often the cause of another
         portable.is_consequence |= _CONSEQUENCE.search(_message(cause)) is not None
