@@ -52,6 +52,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
+        self._nodes = []
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Record if a session makes recovery points, on all ranks."""
@@ -61,9 +62,6 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if made and self.are_used and not self._nodes:
             self._nodes = sorted({worker.metadata.node_id for worker in self._workers})
             self._heartbeat_at = 0.0
-
-    def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        self._nodes = []
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Start missing keepers, and send heartbeats to all. Ray calls this at each poll, also without workers."""

@@ -29,14 +29,11 @@ _threads = ThreadPoolExecutor(4, "recovery points")
 
 #: Largest share of the training time for which ``"auto"`` lets recovery points block the loop.
 _MAX_BLOCKED = 0.01
-#: The first recovery points, one after each step, whose cost is not representative, as it includes the first access.
-_UNMEASURED = 3
 #: Shortest interval, as a multiple of the time in which a point is copied to another node. If some ranks are slower
 #: than rank 0, by up to this factor, the copies of all ranks still have a step in common.
 _TRANSFERS = 1.5
 #: Files of a rank: one has a complete state while the other is written.
 FILES = 2
-_ROUNDING = 1e-9
 #: Pause of a worker whose keeper has died. If its whole node is failing, the worker exits meanwhile, and takes no steps
 #: that no keeper holds.
 _LOST_SECONDS = 2.0
@@ -247,7 +244,7 @@ class RecoveryPoints:
     Attributes:
         every: The current interval in steps; 0: no recovery points are made.
         seconds: Seconds for which the last one blocked the loop.
-        step: Step of the last one; 0: none was made.
+        step: Step of the last one; 0: there is none.
     """
 
     def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
@@ -261,7 +258,6 @@ class RecoveryPoints:
         self.seconds = 0.0
         self.step = 0
         self._size_and_rank = (world_size, rank)
-        self._made = 0
         self._files: list[memoryview] = []  # the newest comes last
         self._needed = 0  # bytes of a file; 0: not known yet
         self._step_seconds = math.inf  # the shortest time of a step between two points
@@ -271,11 +267,6 @@ class RecoveryPoints:
     def is_on(self) -> bool:
         """True unless recovery points are off."""
         return self._memory is not None
-
-    @property
-    def is_ready(self) -> bool:
-        """True if there is memory for recovery points."""
-        return self.is_on and len(self._files) == FILES
 
     def read_restored(self) -> list[StateReader]:
         """Return the states of the recovery point to restore, by rank; empty: there is none."""
@@ -288,16 +279,17 @@ class RecoveryPoints:
             return 0
         transfers = [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
         seconds = _TRANSFERS * min(filter(None, transfers), default=0.0)
-        if self._is_auto and self._made >= _UNMEASURED:
+        if self._is_auto and self.seconds:
             best = best_interval(self.seconds, between_failures_seconds)
             seconds = max(seconds, best, self.seconds / _MAX_BLOCKED)
-        return max(self._shortest, math.ceil(seconds / self._step_seconds - _ROUNDING))
+        return max(self._shortest, math.ceil(seconds / self._step_seconds))
 
     def turn_off(self, reason: str) -> None:
         """Make no more recovery points, and log the reason."""
         if self._memory is not None:
             logger.warning("Recovery points in memory are off, and restarts continue from checkpoints: %s", reason)
         self._memory = None
+        self.step = 0
 
     def make(self, step: int, capture: Callable[[], RankState]) -> None:
         """Copy the state after a step into memory, in place of the recovery point before the last.
@@ -308,40 +300,37 @@ class RecoveryPoints:
             step: Optimizer steps that are done.
             capture: Function that returns the state.
         """
-        try:
-            self._make(step, capture)
-        except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
-            self.turn_off(str(error))
-
-    def _make(self, step: int, capture: Callable[[], RankState]) -> None:
         if self._memory is None:
             return
-        if self._files and self._memory.is_lost():
-            self._files = []
-            logger.warning(
-                "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced"
-            )
-            time.sleep(_LOST_SECONDS)
-        began = time.monotonic()
-        if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
-            target = self._memory.reserve(self._needed)
-            if target is None:
+        try:
+            if self._files and self._memory.is_lost():
+                self._files = []
+                logger.warning(
+                    "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced"
+                )
+                time.sleep(_LOST_SECONDS)
+            began = time.monotonic()
+            if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
+                target = self._memory.reserve(self._needed)
+                if target is None:
+                    return
+                self._files = [target, *self._files[-1:]]
+            description, captured = capture()
+            arrays = [np.frombuffer(pickle.dumps(description), np.uint8), *captured]
+            size = state_size(arrays)
+            if not self._files or size > len(self._files[0]):
+                self._needed = size + size // 16 + _SPARE_BYTES
                 return
-            self._files = [target, *self._files[-1:]]
-        description, captured = capture()
-        arrays = [np.frombuffer(pickle.dumps(description), np.uint8), *captured]
-        size = state_size(arrays)
-        if not self._files or size > len(self._files[0]):
-            self._needed = size + size // 16 + _SPARE_BYTES
+            if step != self.step:
+                self._files.append(self._files.pop(0))
+            elif size > len(self._files[-1]):
+                return
+            write_state(self._files[-1], (*self._memory.group, step, *self._size_and_rank), arrays)
+        except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
+            self.turn_off(str(error))
             return
-        if step != self.step:
-            self._files.append(self._files.pop(0))
-        elif size > len(self._files[-1]):
-            return
-        write_state(self._files[-1], (*self._memory.group, step, *self._size_and_rank), arrays)
         if self.step and step > self.step:
             self._step_seconds = min(self._step_seconds, (began - self._made_at) / (step - self.step))
         self.seconds = time.monotonic() - began
-        self._made += 1
         self._made_at = began
         self.step = step

@@ -437,7 +437,7 @@ class Session(AbstractContextManager["Session"]):
         if self._must_report and not (self._must_save or save):
             logger.warning("The score of step %d has no checkpoint to rank: save_scored=False", self.done)
         points = self.recovery_points
-        may_hold = points.is_ready and self._required_step <= self.committed
+        may_hold = points.step > 0 and self._required_step <= self.committed
         return save, report, self.done, points.plan(self.cadence.between_failures()), may_hold
 
     def _save(self, announced: bool) -> None:
@@ -571,8 +571,9 @@ def _is_whole_in_memory(state: type) -> bool:
 
     A subclass that overrides how a state is saved may not override how it is kept in memory.
     """
-    methods = [getattr(state, name, None) for name in ("stage", "read", "capture", "restore")]
-    return len({getattr(method, "__qualname__", "").rpartition(".")[0] for method in methods}) == 1
+    methods = {"stage", "read", "capture", "restore"}
+    defined = next(vars(one).keys() for one in state.__mro__ if methods & vars(one).keys())
+    return methods <= defined
 
 
 session = Session

@@ -271,10 +271,10 @@ def test_points_are_not_made_faster_than_they_are_copied_to_another_node(monkeyp
     memory = Memory()
     points = _points(monkeypatch, memory)
     for step in range(1, 10):
-        now[0] += 0.1
+        now[0] += 0.125
         _make(points, step)
     assert points.plan(3600.0) == 1
-    memory.files[0][TRANSFER_SECONDS_AT:HEADER_BYTES] = struct.pack("d", 0.8)
+    memory.files[0][TRANSFER_SECONDS_AT:HEADER_BYTES] = struct.pack("d", 1.0)
     assert points.plan(3600.0) == 12, "1.5 times 8 steps"
 
 
