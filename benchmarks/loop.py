@@ -2,6 +2,7 @@
 
 `blocked`: a training's standstill at a save by the session, to one by `torch.save` and a report that waits. `points`:
 its standstill at a recovery point, to a plain copy of the state in memory, and steps a second with and without.
+`restore`: what a killed worker's successor takes to restore a recovery point, and what it reads from the storage.
 `overhead`: steps a second with a session's batches and step, to a loop written by hand. `cadence`: the share of time
 that is kept with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings
 whose worker is killed again and again.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from prefect_elastic_train import loop
 from tests.support.s3 import FaultProxy, MotoServer
 
 MIB = 2**20
-PARTS = ("blocked", "points", "overhead", "cadence", "run")
+PARTS = ("blocked", "points", "restore", "overhead", "cadence", "run")
 SIZES = (100 * MIB, 1024 * MIB)
 SAVES = 5
 POINTS, WARM_POINTS = 20, 10
@@ -95,6 +97,30 @@ def points_loop(config: dict[str, Any]) -> None:
                 found["recovery point"].append(session.recovery_points.seconds)
                 found["step"].append(time.monotonic() - began)
         Path(config["results"]).write_text(json.dumps({name: one[-config["steps"] :] for name, one in found.items()}))
+
+
+def restore_loop(config: dict[str, Any]) -> None:
+    """Make recovery points and die, several times, and write what the session took to restore the last one."""
+    model = _model(config["bytes"])
+    results = Path(config["results"])
+    restored = json.loads(results.read_text()) if results.exists() else []
+    plan: dict[str, Any] = {"steps": 10**6, "global_batch": 1, "save_every": 10**6}
+    began = time.monotonic()
+    with loop.session(loop.TorchState(model=model), **plan, recovery_points=1) as session:
+        seconds = time.monotonic() - began
+        begun_from = session.done
+        if begun_from:
+            restored.append({"seconds": seconds, "redone": restored[-1]["died_at"] - begun_from})
+        else:
+            session.step(save=True)  # a checkpoint, which is not read
+        while len(restored) < 2 * config["restores"]:
+            time.sleep(0.5)
+            session.step()
+            if session.done >= begun_from + POINTS and session.recovery_points.step == session.done:
+                results.write_text(json.dumps([*restored, {"died_at": session.done}]))
+                time.sleep(1.0)  # the keeper has computed the checksums by then
+                os.kill(os.getpid(), signal.SIGKILL)
+    results.write_text(json.dumps(restored))
 
 
 def overhead_loop(config: dict[str, Any]) -> None:
@@ -248,6 +274,39 @@ def measure_points(repeats: int) -> list[str]:
         f"those without: {rate:.3f} (>= 0.98): {'PASS' if rate >= 0.98 else 'FAIL'}"
     )
     print(markdown_table(["state", "plain copy, s", "recovery point, s"], rows))
+    return targets
+
+
+def measure_restore(repeats: int) -> list[str]:
+    """Print how long a session takes to restore a recovery point, and return the targets."""
+    from prefect_elastic_train import ElasticScaling, FailureBudget, S3Storage, elastic_train
+
+    rows, targets = [], []
+    with MotoServer() as server, FaultProxy(server.endpoint_url) as proxy:
+        server.create_bucket(BUCKET)
+        settings = s3_settings(proxy.endpoint_url)
+        storage = S3Storage(**{name: getattr(settings, name) for name in type(settings).model_fields})
+        for size in SIZES:
+            with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+                results = Path(folder, "results.json")
+                elastic_train(
+                    "benchmarks.loop:restore_loop",
+                    train_loop_config={"results": str(results), "bytes": size, "restores": repeats},
+                    storage=storage,
+                    scaling=ElasticScaling(standby="off"),
+                    failures=FailureBudget(max_failures=-1),
+                )
+                found = [one for one in json.loads(results.read_text()) if "seconds" in one]
+            reads = sum(seen.method == "GET" and ".distcp" in seen.path for seen in proxy.requests)
+            seconds = [one["seconds"] for one in found]
+            redone = max(one["redone"] for one in found)
+            rows.append([f"{size // MIB} MiB", summary(seconds, 3), str(redone), str(reads)])
+            a_gib = statistics.median(seconds) * 1024 * MIB / size
+            verdict = "PASS" if a_gib <= 0.25 and not reads else "FAIL"
+            targets.append(
+                f"- restore, {size // MIB} MiB: {a_gib:.2f} s/GiB (<= 0.25), {reads} reads of checkpoints (0): {verdict}"
+            )
+    print(markdown_table(["state", "restore, s", "steps redone, most", "files of checkpoints read"], rows))
     return targets
 
 

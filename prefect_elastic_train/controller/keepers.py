@@ -52,6 +52,8 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._nodes = []
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
