@@ -144,7 +144,8 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
             sources.append(array[first : first + _CHUNK_BYTES])
             targets.append(memory[start + first :][: len(sources[-1])])
         start += _aligned(len(array))
-    list(_run_all(start)(np.copyto, targets, sources))
+    run_all = _threads.map if start > _CHUNK_BYTES else map
+    list(run_all(np.copyto, targets, sources))
     header = StateHeader._make((*identity, time.monotonic_ns(), len(arrays), start)).encode()
     target[len(_MAGIC) : len(header)] = header[len(_MAGIC) :]
     target[: len(_MAGIC)] = _MAGIC
@@ -207,19 +208,12 @@ class StateReader(Sequence[ByteArray]):
     def _read_with_checksum(self, number: int) -> tuple[Any, int]:
         length = self._lengths_and_checksums[0][number]
         data = self._read(*self._bounds[number : number + 2])
-        words = np.frombuffer(data, np.uint64)
-        parts = np.split(words, range(_CHUNK_BYTES, len(words), _CHUNK_BYTES))
-        return data, (length + sum(map(int, _run_all(len(words))(np.sum, parts)))) % 2**64
+        return data, (length + int(np.frombuffer(data, np.uint64).sum())) % 2**64
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
             where = f"rank {self._header.rank}, step {self._header.step}"
             raise RecoveryPointError(f"the recovery point of {where} is damaged or was overwritten")
-
-
-def _run_all(size: int) -> Callable[..., Iterable[Any]]:
-    """Return ``map``, or for large sizes a ``map`` that uses threads."""
-    return _threads.map if size > _CHUNK_BYTES else map
 
 
 def _aligned(length: int) -> int:
