@@ -99,7 +99,7 @@ class Run:
             LocalStorageSettings(path=str(folder.parent)),
             ClusterSettings(),
         )
-        self._write(layout.RUN, encode(RunRecord(name=folder.name, creator=OWNER, fingerprint=MARK)))
+        self._write(layout.RUN, encode(RunRecord(name=folder.name, id="1", creator=OWNER, fingerprint=MARK)))
         names = [physical_name(f"checkpoint_{number:06}", 1, 1, number) for number in range(kept)]
         for name in names:
             self._write(f"{name}/model.pt", b"")

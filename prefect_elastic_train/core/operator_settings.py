@@ -16,7 +16,7 @@ from .time_limits import STOP_GRACE_SECONDS
 _BlockName = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^(([a-z0-9-]+/)?[a-z0-9-]+)?$")]
 
 
-class ElasticTrainSettings(PrefectBaseSettings):
+class ElasticTrainSettings(PrefectBaseSettings, use_attribute_docstrings=True):
     """Settings of this package. Each is read from the first of Prefect's sources that has it.
 
     The sources are environment variables ``PREFECT_ELASTIC_TRAIN_*``, the same in ``.env``, the table
@@ -28,7 +28,6 @@ class ElasticTrainSettings(PrefectBaseSettings):
     """
 
     model_config = build_settings_config(("elastic_train",), frozen=True)
-    model_config["use_attribute_docstrings"] = True
 
     poll_interval_seconds: NonNegativeFloat = 0.0
     """How often the controller polls its workers. 0: 0.1 s, growing with max_workers."""

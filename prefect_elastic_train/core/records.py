@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -112,7 +111,7 @@ class RunRecord(_Record):
     """
 
     name: str
-    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    id: str
     created_at: float = Field(default_factory=time.time)
     creator: Owner
     fingerprint: Fingerprint

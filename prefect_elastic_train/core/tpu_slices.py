@@ -39,7 +39,7 @@ def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapp
         ValueError: Ray has no such slice, or workers with these resources do not fill its hosts.
     """
     accelerator_type = tpu_accelerator_type(accelerator_type)
-    topology = topology.strip().lower()
+    topology = topology.lower()
     # Ray refuses an unknown topology only when it reserves a slice, in the middle of a run.
     known = ray_tpu.VALID_TPU_TOPOLOGY[get_tpu_version_from_type(accelerator_type)]
     if topology not in known:
@@ -73,7 +73,7 @@ def tpu_accelerator_type(accelerator_type: str) -> str:
         ValueError: Ray does not know the type.
     """
     try:
-        return f"TPU-{get_tpu_version_from_type(accelerator_type.strip()).upper()}"
+        return f"TPU-{get_tpu_version_from_type(accelerator_type).upper()}"
     except ValueError:
         known = ", ".join(f"TPU-{version.upper()}" for version in ray_tpu.VALID_TPU_TYPES)
         raise ValueError(

@@ -303,9 +303,9 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             if has_room and name not in POSITIONS:
                 self.curves.setdefault(name, Curve()).add(self.tally.position, number)
         if isinstance(event, ev.CheckpointCommitted):
-            self._add_checkpoint(event.checkpoint, event.at, event.metrics)
-            self.checkpoints[-1].attempt = event.attempt
-            self.checkpoints[-1].size_bytes = event.size_bytes
+            self._add_checkpoint(
+                event.checkpoint, event.at, event.metrics, attempt=event.attempt, size_bytes=event.size_bytes
+            )
             self.checkpoints_made += 1
         progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
         numbers.pop("progress", None)  # a metric with this name need not be a share
@@ -320,9 +320,9 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             if event.at > since and number > before.get(name, math.inf)
         }
 
-    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any]) -> None:
+    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any], **written: int) -> None:
         score = score_of(metrics, self.score_attribute)
-        self.checkpoints.append(Checkpoint(name=name, at=at, metrics=_bounded(metrics), score=score))
+        self.checkpoints.append(Checkpoint(name=name, at=at, metrics=_bounded(metrics), score=score, **written))
         oldest = int(self.checkpoints[0] is self.best)  # the best one stays
         if len(self.checkpoints) > _MAX_CHECKPOINTS + oldest:
             del self.checkpoints[oldest]

@@ -2,8 +2,8 @@
 
 import hashlib
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -23,18 +23,17 @@ from .snapshots import seed_snapshot
 _RECENT_RUNS = 20
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The checkpoint of another run that a new run starts from.
 
     ``run`` and ``folder`` are empty for a start from scratch.
     """
 
-    run: str = ""
-    folder: str = ""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # messages for the user about the choice
+    run: str
+    folder: str
+    metrics: dict[str, Any]
+    manifest: dict[str, int]
+    notes: list[str]  # messages for the user about the choice
 
 
 def choose_source(storage: Storage, request: RunRequest) -> Source:
@@ -55,7 +54,7 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
             source = _choose_checkpoint(storage, check_run_name(name), choice or "latest")
     except AttemptFailedError as error:
         raise AttemptFailedError(f"resume_from={request.resume_from!r}: {error}") from error
-    return replace(source, notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
+    return source._replace(notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
 
 
 def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
@@ -74,7 +73,7 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
     Raises:
         AttemptFailedError: There is no such checkpoint, or its copy is damaged.
     """
-    record = decode(RunRecord, target.read(layout.RUN))
+    record = RunDirectory(target).record
     if not record or not record.resume_from:
         return []
     # A run that is taken over starts from the checkpoint that its creator requested.
@@ -100,7 +99,7 @@ def copy_source(storage: Storage, request: RunRequest, target: RunStore) -> list
 
 def record_completed_run(storage: Storage, name: str) -> None:
     """Add a run to the completed runs of its training, from which ``resume_from="latest"`` chooses."""
-    record = decode(RunRecord, storage.run(name).read(layout.RUN))
+    record = RunDirectory(storage.run(name)).record
     if record:
         folder = _completed_runs(storage, record.creator, record.training_name)
         folder.replace(f"{record.created_at:017.6f}-{name}.json", encode(record))
@@ -130,12 +129,12 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
             continue
         if differences := record.fingerprint.differences(fingerprint):
             notes.append(f"run {record.name!r} had another configuration: {'; '.join(differences)}")
-        return replace(source, notes=[*notes, *source.notes])
+        return source._replace(notes=[*notes, *source.notes])
     message = (
         f"{storage.uri} holds no completed run with a checkpoint of training {request.training_name!r} (train loop "
         f"{fingerprint.loop!r}) of this deployment or flow; training starts from the beginning"
     )
-    return Source(notes=[*notes, message])
+    return Source(run="", folder="", metrics={}, manifest={}, notes=[*notes, message])
 
 
 def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
@@ -149,10 +148,8 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     newest = run.newest_attempt
     if newest.is_pruner:
         raise AttemptFailedError(f"run {name!r} is being deleted")
-    if completed:
-        is_same = run.record is not None and run.record.id == completed.id
-        if not is_same or newest.outcome != Outcome.COMPLETED:
-            raise AttemptFailedError(f"run {name!r} was deleted, or is not completed any more")
+    if completed and (not run.record or run.record.id != completed.id or newest.outcome != Outcome.COMPLETED):
+        raise AttemptFailedError(f"run {name!r} was deleted, or is not completed any more")
     point = run.resume_point
     if not point.commit:
         raise AttemptFailedError("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))

@@ -21,8 +21,7 @@ def preflight(settings: StorageSettings) -> None:
         StorageFaultError: An operation that a run needs does not work, or the storage does not answer.
         OSError: The directory cannot be used for another reason.
     """
-    folder = f"{settings.root}/{PREFIX}{uuid.uuid4().hex}"
-    store = Storage(settings).folder(folder).with_retry_limit(_RETRY_SECONDS)
+    store = Storage(settings).run(f"{PREFIX}{uuid.uuid4().hex}").with_retry_limit(_RETRY_SECONDS)
     is_reachable = True
     try:
         problem = _find_problem(store)

@@ -112,7 +112,7 @@ def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(
 ) -> None:
     request = claim().request
     if state == "claimed":
-        record = RunRecord(name="mnist", creator=request.owner, fingerprint=request.fingerprint)
+        record = RunRecord(name="mnist", id="1", creator=request.owner, fingerprint=request.fingerprint)
         store.create(layout.RUN, encode(record))
     else:
         _counts(store, claim(), "completed" if state == "completed" else "")

@@ -171,7 +171,7 @@ def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(
         _beat(_trained(storage, name), age)
     _make_older(storage.run("silent"), 3600)
     storage.run("raw").create(layout.SNAPSHOT, b"of Ray Train alone")
-    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
+    record = RunRecord(name="claimed", id="1", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
     storage.run("claimed").create(layout.RUN, encode(record))
     _make_older(storage.run("claimed"), DAY / 2)
     runs = _summaries(storage)
