@@ -278,22 +278,20 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_suppress_errors
     def after_controller_finish(self, result: Any) -> None:
-        self._end()
+        self.before_controller_abort()
 
     @_suppress_errors
     def before_controller_abort(self) -> None:
-        self._end()
+        """Kill the standby workers, and send the last events. The controller ends, by itself or since it is aborted."""
+        self._state.standbys.release()
+        self._publish_waits("controller", collect_waits())
+        self._state.sender.close(_CLOSE_SECONDS)
 
     def _publish_waits(self, who: str, waits: Waits) -> None:
         if waits.tries:
             self._state.publish(
                 ev.StorageWaited(who=who, seconds=round(waits.seconds, 3), tries=waits.tries, last=waits.last)
             )
-
-    def _end(self) -> None:
-        self._state.standbys.release()
-        self._publish_waits("controller", collect_waits())
-        self._state.sender.close(_CLOSE_SECONDS)
 
     def _send_heartbeats(self) -> None:
         while not self._state.sender.closed.wait(ev.ALIVE_SECONDS):

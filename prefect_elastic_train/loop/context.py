@@ -45,7 +45,8 @@ class RunContext:
     score_attribute: str = ""
 
 
-#: Module state, because a loop calls :func:`run_context` without arguments: one training runs in a worker process.
+#: Module state, which the training sets in a worker before the loop begins, because a loop calls :func:`run_context`
+#: without arguments: one training runs in a worker process.
 current: RunContext | None = None
 
 
@@ -79,15 +80,10 @@ def use_run_context(context: RunContext) -> Iterator[None]:
         with loop.use_run_context(loop.RunContext("test", "0" * 32, 1, "", "")):
             train_loop({"steps": 3})
     """
+    global current
     before = current
-    set_run_context(context)
+    current = context
     try:
         yield
     finally:
-        set_run_context(before)
-
-
-def set_run_context(context: RunContext | None) -> None:
-    """Set the run context that :func:`run_context` returns in this process; None removes it."""
-    global current
-    current = context
+        current = before

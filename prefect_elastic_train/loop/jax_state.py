@@ -72,11 +72,8 @@ class JaxState(ArrayState):
         description = []
         arrays = []
         for path, leaf in self._copies().items():
-            whole = [(_bounds((), np.shape(leaf)), leaf)]
-            shards = [
-                (_bounds(shard.index, leaf.shape), shard.data) for shard in getattr(leaf, "addressable_shards", ())
-            ]
-            for bounds, data in dict(shards or whole).items():
+            shards = {_bounds(shard.index, leaf.shape): shard.data for shard in getattr(leaf, "addressable_shards", ())}
+            for bounds, data in (shards or {_bounds((), np.shape(leaf)): leaf}).items():
                 array = np.asarray(data)
                 description.append((path, array.dtype, np.shape(leaf), bounds))
                 arrays.append(bytes_of(array))

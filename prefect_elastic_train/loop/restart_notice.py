@@ -28,7 +28,7 @@ class RestartNotice:
 
     growth: int = 0  # number of the announced growth; 0: none is announced
     notified: dict[bool, Any] = field(default_factory=dict)  # last restart that session (True) or loop (False) knows
-    save_requested: bool = False  # the loop was notified, and has not reported since
+    save_requested: bool = False  # the loop was notified or saves, and has not reported since
     local_polls: int = 0  # polls without a broadcast that the last broadcast allowed
     local_polls_left: int = 0  # remaining polls until the next broadcast
     broadcast_at: float = 0.0  # time of the last broadcast, by the monotonic clock; 0: none

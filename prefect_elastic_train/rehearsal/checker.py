@@ -29,14 +29,14 @@ class Difference(NamedTuple):
     name: str
 
 
-def read_arrays(folder: Path) -> Arrays:
+def read_arrays(folder: str | Path) -> Arrays:
     """Return the arrays of floats in a checkpoint by name, from files of torch, Orbax, numpy and safetensors.
 
     They are the model's state, without times, counts and random states. Other files, and files that cannot be read, are
     skipped.
     """
     arrays: Arrays = {}
-    for file in sorted(folder.rglob("*")):
+    for file in sorted(Path(folder).rglob("*")):
         read = _READERS.get(file.name) or _READERS.get(file.suffix)
         if read is not None:
             with suppress(Exception):  # written by another program, or for a library that is not installed

@@ -1,7 +1,6 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from prefect_elastic_train.loop.training_session import SESSION_FILE
@@ -35,7 +34,7 @@ class _ReportPair(NamedTuple):
 
     def states(self) -> tuple[Arrays, Arrays]:
         """Return the arrays in the checkpoints of both reports."""
-        return read_arrays(Path(self.undisturbed.checkpoint)), read_arrays(Path(self.disturbed.checkpoint))
+        return read_arrays(self.undisturbed.checkpoint), read_arrays(self.disturbed.checkpoint)
 
 
 class _Gap(NamedTuple):
@@ -54,11 +53,10 @@ def diagnose_undisturbed(trace: Trace, is_time_up: bool = False) -> Problem | No
     """
     if trace.worker_failures:
         causes = trace.worker_failures[0].causes
-        message = causes[0].message if causes else "no error was reported"
         if any("HungLoopError" in cause.message and "in report\n" in cause.traceback for cause in causes):
             waiting = trace.warnings.get("ranks-wait", "ranks waited in report() for others, which did not call it")
             return Problem("reports unequally", waiting, "call ray.train.report() on all ranks alike")
-        return Problem("fails undisturbed", message)
+        return Problem("fails undisturbed", causes[0].message)
     if trace.saves:
         return None
     seconds = max(trace.progress_times, default=trace.started_at) - trace.started_at
@@ -161,8 +159,7 @@ class _Comparer:
             return []
         if is_same_size and not last.size:
             return [last]
-        first = next(self._differences(pairs, is_same_size))
-        return [first] if first.pair is last.pair else [first, last]
+        return [next(self._differences(pairs, is_same_size)), last]
 
     def _differences(self, pairs: Iterable[_ReportPair], is_same_size: bool) -> Iterator[_Gap]:
         """Yield the difference at each pair of reports whose metrics, or readable states, have a name in common."""

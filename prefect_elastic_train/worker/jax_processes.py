@@ -3,9 +3,10 @@
 import contextlib
 import os
 import sys
-import threading
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
+
+from prefect_elastic_train.core.threads import start_thread
 
 LEAVE_SECONDS = 3.0  # for all ranks to leave together; less than the 5 s that Ray then waits for each worker
 
@@ -49,6 +50,4 @@ def leave() -> None:
         with contextlib.suppress(Exception):  # the process exits next
             jax.distributed.shutdown()
 
-    leaving = threading.Thread(target=shut_down, name="leave jax.distributed", daemon=True)
-    leaving.start()
-    leaving.join(LEAVE_SECONDS)
+    start_thread(shut_down).join(LEAVE_SECONDS)

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
+from prefect_elastic_train.loop.cadence import PRIOR_SECONDS, Cadence
 from prefect_elastic_train.loop.restart_notice import train_context
 from prefect_elastic_train.storage.retries import Waits, collect_waits
 
@@ -90,11 +90,13 @@ def collect_commit_report(step: int) -> CommitReport:
     Args:
         step: Optimizer steps of the session in the new commit.
     """
+    save_plan = ""
     if session := _session():
         session.committed = step
+        save_plan = _take_changed_save_plan(session.cadence)
     stalled = state.stalled
     state.stalled = 0.0
-    return CommitReport(collect_waits(), stalled, _take_changed_save_plan())
+    return CommitReport(collect_waits(), stalled, save_plan)
 
 
 def session_position() -> Position | None:
@@ -177,16 +179,11 @@ def _session() -> Any:
     return getattr(sys.modules.get("prefect_elastic_train.loop.training_session"), "current", None)
 
 
-def _take_changed_save_plan() -> str:
+def _take_changed_save_plan(cadence: Cadence) -> str:
     """Return the interval of the session's saves as text.
 
-    The text is empty if the interval has changed by less than 25 % since the last call with a text, or without a
-    session.
+    The text is empty if the interval has changed by less than 25 % since the last call with a text.
     """
-    session = _session()
-    if session is None:
-        return ""
-    cadence = session.cadence
     interval = cadence.steps or cadence.interval()
     if abs(interval - state.interval) <= 0.25 * state.interval:
         return ""

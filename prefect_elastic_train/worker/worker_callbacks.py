@@ -18,8 +18,8 @@ from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
+from prefect_elastic_train.loop import context as run
 from prefect_elastic_train.loop import recovery_points, restart_notice
-from prefect_elastic_train.loop.context import RunContext, set_run_context
 from prefect_elastic_train.storage.retries import operation
 
 from . import loop_inspection
@@ -52,9 +52,8 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     group = 0  # number of worker groups that the attempt has started
     restored_states: Any = ()  # the recovery point that the worker group restores, by rank
     _reporting = 0  # identifier of the loop's thread while it reports
-    _saves = False  # True if that report has a checkpoint
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: run.RunContext) -> None:
         self._context = context
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
 
@@ -71,7 +70,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""
         wait_for_devices(self.previous)
         set_gloo_interface()
-        set_run_context(self._context)
+        run.current = self._context
         context = get_train_context()
         use_unique_folders(context, self._context.attempt, self.group)
         group = (self._context.run_id, self._context.attempt, self.group)
@@ -93,7 +92,6 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         context = get_train_context()
         condition = context.report_order_condition
         self._reporting = threading.get_ident()
-        self._saves = False
         with self._count_stall(), condition:
             is_in_time = condition.wait_for(
                 lambda: context.report_call_index - context.current_report_index < _MAX_PENDING_REPORTS,
@@ -103,13 +101,13 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
             logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
         yield
         self._reporting = 0
-        _wait_for_restart(context, self._saves)
+        _wait_for_restart(context)
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Record the upload of a reported checkpoint and its duration, also if the user's own function uploads it."""
         if self._reporting == threading.get_ident():
-            self._saves = True
+            restart_notice.state.save_requested = True
         with self._count_stall(), operation():
             yield
 
@@ -156,14 +154,14 @@ def set_gloo_interface() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _wait_for_restart(context: Any, saved: bool) -> None:
+def _wait_for_restart(context: Any) -> None:
     """Hold the train loop after its report until the announced restart comes or is withdrawn, or the time is up.
 
-    Only a report that the restart waits for is held: one with a checkpoint (``saved``), or one after a request to save.
+    Only a report that the restart waits for is held: one whose checkpoint was uploaded meanwhile, or one after a
+    request to save.
     """
-    is_awaited = saved or restart_notice.state.save_requested
+    coming = restart_notice.announced_restart(context) if restart_notice.state.save_requested else None
     restart_notice.state.save_requested = False
-    coming = restart_notice.announced_restart(context) if is_awaited else None
     deadline = time.monotonic() + _HOLD_SECONDS
     while coming is not None and restart_notice.announced_restart(context) == coming:
         if time.monotonic() > deadline:

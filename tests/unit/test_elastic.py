@@ -132,7 +132,7 @@ class Controller:
 
     def close(self) -> None:
         """Stop its threads."""
-        self.callback._end()
+        self.callback.before_controller_abort()
         self.receiver.close()
 
     def heard(self) -> list[Any]:

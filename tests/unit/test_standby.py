@@ -191,7 +191,7 @@ def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_
         context = SimpleNamespace(get_node_id=lambda: "n0", get_accelerator_ids=lambda: {"GPU": [], **devices})
         monkeypatch.setattr(standby_process.ray, "get_runtime_context", lambda: context)
         sent = cloudpickle.loads(cloudpickle.dumps(callback))  # as to each worker
-        monkeypatch.setattr(worker_callbacks, "set_run_context", lambda context: 1 / 0)
+        monkeypatch.setattr(worker_callbacks, "set_gloo_interface", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sent.after_init_train_context()
         assert [psutil.pid_exists(one.pid) for one in (before, elsewhere)] == [not devices, True]
