@@ -1,11 +1,9 @@
 """``elastic-train runs``: list, check and clean up the runs of a storage."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -31,9 +29,6 @@ from .common import (
     print_table,
 )
 
-if TYPE_CHECKING:
-    from prefect_elastic_train.runs.sample_check import SampleCheck
-
 app = typer.Typer(no_args_is_help=True)
 
 Result = TypeVar("Result")
@@ -41,7 +36,6 @@ Result = TypeVar("Result")
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
-RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
 RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs. Default: all.", metavar="[RUN]...")]
 
 
@@ -63,7 +57,11 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
 
 
 @app.command("show")
-def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) -> None:
+def show_run(
+    storage: StorageArgument,
+    run: Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")],
+    as_json: Json = False,
+) -> None:
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with exit_on_error():
         opened = open_for_command(storage)
@@ -96,7 +94,7 @@ def verify_runs(
     with exit_on_error():
         opened = open_for_command(storage)
         verifications = _read_runs(verify, opened, runs)
-        checks: dict[str, SampleCheck] = {}
+        checks = {}
         if samples:
             from prefect_elastic_train.runs.sample_check import check_samples  # imports numpy
 

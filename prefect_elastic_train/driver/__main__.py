@@ -6,8 +6,6 @@ The driver does all work on the run directory, so the supervisor does not need a
 a driver is ``attempt_ended``. A driver that exits without it was lost.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

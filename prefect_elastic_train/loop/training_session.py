@@ -382,9 +382,9 @@ class Session(AbstractContextManager["Session"]):
         has_score = self._metrics.add(metrics or {}, self.done)
         self._is_open = True
         is_required = save or (has_score and self._save_scored)
-        self._is_required = self._is_required or is_required
-        self._must_save = self._must_save or is_required
-        self._must_report = self._must_report or self._must_save or has_score
+        self._is_required |= is_required
+        self._must_save |= is_required
+        self._must_report |= self._must_save or has_score
 
     def _close_step(self, at_end: bool = False) -> None:
         """Save or report the last step if rank 0 decides to, or if a restart is announced. Do nothing if it is closed.

@@ -214,7 +214,7 @@ def _evaluate_automation(deployment: str, deployment_id: UUID, evaluate_at: str)
 def _alert_automation(block: str, block_id: UUID) -> _Template:
     """Return the automation that sends a message for each failure of workers, of a driver or of a flow run."""
     # The link has the UI's address of this process, because a server may not know its own.
-    link = (url_for("flow-run", UUID(int=0)) or "").replace(str(UUID(int=0)), "{{ flow_run.id }}")
+    link = (url_for("flow-run", "FLOW_RUN_ID") or "").replace("FLOW_RUN_ID", "{{ flow_run.id }}")
     return _Template(
         "alert on failures",
         f"A message by {block} for each failure: the run, the reason, what happens next, a link.",

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -171,8 +170,8 @@ class Training(Follower):
     submitted: bool = False
 
     def __post_init__(self) -> None:
-        #: Set when the coroutine of the training is cancelled.
-        self.cancelled = threading.Event()
+        #: True once the coroutine of the training is cancelled.
+        self.cancelled = False
         #: The error that a cancelled training raises in its flow.
         self.cancellation: BaseException | None = None
         self._state = TrainingState.CREATED
@@ -461,7 +460,7 @@ class Training(Follower):
         return terminated and classify_end(reason, False, self._is_end_requested) is TrainingState.INTERRUPTED
 
     def _is_interrupted(self) -> bool:
-        return self.cancelled.is_set() or count_signals() > self._interruptions or any(map(is_ending, self._flows))
+        return self.cancelled or count_signals() > self._interruptions or any(map(is_ending, self._flows))
 
     def _is_end_requested(self) -> bool:
         """Query Prefect, and return True if a flow run around the training is cancelling, cancelled or failed.

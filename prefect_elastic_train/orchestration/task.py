@@ -131,7 +131,7 @@ async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions])
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
-            training.cancelled.set()
+            training.cancelled = True
             await asyncio.gather(result, return_exceptions=True)
             if count_signals(signal.SIGINT) > interrupts:
                 # asyncio turns Ctrl-C into a cancellation, which Prefect would take for the loss of a machine.

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import last_error_line
@@ -17,10 +19,12 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 from prefect_elastic_train.core.request import STOP_FILE
+from prefect_elastic_train.core.size_limits import whole_lines
+from prefect_elastic_train.core.threads import start_thread
 
 from .follower import Follower
 from .local_cluster import LocalCluster
-from .processes import ChildProcess, complete, kill, read_lines, start_process
+from .processes import ChildProcess, complete, kill, start_process
 
 #: Longest time for which a handle waits for output in one call of `read_output`.
 POLL_SECONDS = 0.2
@@ -34,6 +38,7 @@ _PIPE_SECONDS = 2.0
 #: Time for which a killed process that hangs in the kernel is waited for.
 _REAP_SECONDS = 10.0
 _OUTPUT_QUEUE = 10_000
+_CHUNK_BYTES = 64 * 1024
 #: Time after a driver's start at which the next driver is pre-started. Its imports take CPU time, and short trainings
 #: do not need it.
 _PRESTART_SECONDS = 60.0
@@ -187,7 +192,7 @@ class ChildDriver(DriverHandle):
         """Start to read the driver's output."""
         for stream, source in ((self._process.stdout, "driver"), (self._process.stderr, "stderr")):
             assert stream
-            read_lines(stream, source, self._output)
+            start_thread(self._read, stream, source)
 
     def read_output(self) -> Iterator[tuple[str, bytes]]:
         """Yield ``(source, line)`` for each new line of the driver's output. Waits a short time for lines."""
@@ -232,6 +237,13 @@ class ChildDriver(DriverHandle):
         super().process_event(event)
         if isinstance(event, ev.ClusterWanted) and self._cluster:
             self._cluster.start()
+
+    def _read(self, stream: IO[bytes], source: str) -> None:
+        """Put ``(source, line)`` into the queue for each line of a stream of the driver; None is the stream's end."""
+        with stream:
+            for line in whole_lines(iter(partial(os.read, stream.fileno(), _CHUNK_BYTES), b"")):
+                self._output.put((source, line))
+        self._output.put((source, None))
 
     def _end_of_exited(self) -> ev.AttemptEnded:
         code = self._wait(_DRIVER_EXIT_SECONDS)

@@ -38,7 +38,6 @@ _RAY_MODULES = {"torch": TORCH_RAY_MODULES}
 _CONTROLLER = "prefect_elastic_train.controller.controller"
 #: Prefixes of the variables that Ray, or its node, adds to the environment of workers.
 _RAY_PREFIXES = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")
-_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as for workers that Ray starts ahead: they may serve any job
 
 
 def serve_requests(framework: str, threads: str) -> None:
@@ -69,7 +68,8 @@ def serve_requests(framework: str, threads: str) -> None:
                 if (_without_ray_variables(requested), requester.cmdline()[:1]) != (environment, [sys.executable]):
                     continue
                 if is_first:
-                    os.environ.update(requested | _NO_JOB)
+                    # No job, as for workers that Ray starts ahead: they may serve any job.
+                    os.environ.update(requested, RAY_JOB_ID="ffffffff")
                     _import_ray(framework)
                     is_first = False
                 if os.fork() == 0:

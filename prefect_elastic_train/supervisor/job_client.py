@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             "lines": str(lines),
             "timeout": str(int(_TRANSFER_SECONDS)),
         }
-        with closing(self._do_request("GET", "/api/v0/logs/file", params=parameters, stream=True)) as answer:
+        with self._do_request("GET", "/api/v0/logs/file", params=parameters, stream=True) as answer:
             if answer.status_code != 200:
                 self._raise_error(answer)
             try:

@@ -1,19 +1,13 @@
-"""Starts child processes of the flow process and reads their output."""
+"""Starts and kills child processes of the flow process."""
 
 import os
-import queue
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import IO, Any
 
-from prefect_elastic_train.core.size_limits import whole_lines
-from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import KILL_SECONDS
-
-_CHUNK_BYTES = 64 * 1024
 
 ChildProcess = subprocess.Popen[bytes]
 
@@ -40,18 +34,6 @@ def kill(process: ChildProcess) -> None:
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=KILL_SECONDS)
-
-
-def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
-    """Start a thread that puts ``(source, line)`` into a queue for each line of a stream; None is its end."""
-
-    def run() -> None:
-        with stream:
-            for line in whole_lines(iter(partial(os.read, stream.fileno(), _CHUNK_BYTES), b"")):
-                into.put((source, line))
-        into.put((source, None))
-
-    start_thread(run)
 
 
 def complete(action: Callable[[], object]) -> None:

@@ -17,9 +17,6 @@ from . import forked_worker
 
 #: Below these are the ports that Ray gives its workers, above them those that the kernel assigns.
 _PORTS = range(20_000, 32_768)
-#: Time that a node waits for its agents and workers to start. They may wait for the fork server. Ray's defaults: 30 and
-#: 60 s.
-_REGISTRATION = {"RAY_agent_register_timeout_ms": "120000", "RAY_worker_register_timeout_seconds": "120"}
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
@@ -34,7 +31,9 @@ def patch_raylet_start() -> None:
     from ray._raylet import persist_port  # type: ignore[attr-defined]
 
     start_raylet = Node.start_raylet
-    os.environ.update(_REGISTRATION)
+    # Time that a node waits for its agents and workers to start. They may wait for the fork server. Ray's defaults: 30
+    # and 60 s.
+    os.environ.update(RAY_agent_register_timeout_ms="120000", RAY_worker_register_timeout_seconds="120")
 
     def start_patched_raylet(node: Any, *arguments: Any) -> None:
         parameters = vars(node._ray_params)

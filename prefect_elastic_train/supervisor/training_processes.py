@@ -163,12 +163,13 @@ class TrainingProcesses:
 
         A new local cluster is started when the driver requests it.
         """
-        if self._cluster and self._cluster.is_dead():
+        cluster = self._cluster
+        if cluster and not cluster.is_dead():
+            return cluster
+        if cluster:
             kill_marked(str(folder))
-            self._cluster = None
-        if not self._cluster:
-            self._claim_devices(spec)
-            self._cluster = LocalCluster(spec, folder, environment, self._claims)
+        self._claim_devices(spec)
+        self._cluster = LocalCluster(spec, folder, environment, self._claims)
         return self._cluster
 
     def _claim_devices(self, spec: DriverSpec) -> None:

@@ -290,7 +290,7 @@ def test_a_cancelled_coroutine_waits_for_the_end_of_its_training_and_asyncio_log
 
     def run(training):
         began.set()
-        assert training.cancelled.wait(10)
+        wait_for(lambda: training.cancelled, 10, "the cancellation")
         time.sleep(0.2)
         ended.set()
         raise Stop
