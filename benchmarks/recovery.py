@@ -45,9 +45,10 @@ from benchmarks.loops import WORKERS, LedgerLine, LoopSettings
 DEFAULT_CHECKPOINT_EVERY = 10
 STEP_SECONDS = 0.05
 WARM_SECONDS = {"worker": 45.0, "driver": 75.0, "node": 45.0}
-"""Training time before the kill of each, for ours: it has its standby workers, or its pre-started driver, by then."""
+"""Seconds of training before a worker, driver or node of ours is killed. By then its standby workers, or its
+pre-started driver, are ready."""
 PEER_WARM_SECONDS = 20.0
-"""The same for the others, which prepare nothing."""
+"""The same for Ray Train and torchrun, which start nothing in advance."""
 
 SIDES = (OURS, OURS_POINTS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER, NODE = "worker", "driver", "node"

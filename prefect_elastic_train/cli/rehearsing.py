@@ -40,12 +40,12 @@ def rehearse(
     # SIGTERM acts as Ctrl-C: the certificate is written, and everything else is removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with redirect_stdout(sys.stderr), exit_on_error(WRONG_USAGE):
-        from prefect_elastic_train.orchestration.train_loops import check_loop_name, load_named_loop
+        from prefect_elastic_train.orchestration.train_loops import load_named_loop, resolve_loop_name
         from prefect_elastic_train.rehearsal.runner import rehearse as run
         from prefect_elastic_train.rehearsal.schedule import KINDS
 
         certificate = run(
-            load_named_loop(check_loop_name(loop)),
+            load_named_loop(resolve_loop_name(loop)),
             loop_config(config or [], settings or []),
             framework=framework,
             scaling=scaling or None,

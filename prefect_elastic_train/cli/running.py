@@ -123,11 +123,11 @@ def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions
     Return the parameters of the flow ``train``, without its blocks.
     """
     from prefect_elastic_train.orchestration.arguments import check_options
-    from prefect_elastic_train.orchestration.train_loops import check_loop_name
+    from prefect_elastic_train.orchestration.train_loops import resolve_loop_name
 
     check_options(options)
     requested = {option: value for option, value in options.items() if value is not None}
-    return {"train_loop": check_loop_name(loop), "train_loop_config": config, **requested}
+    return {"train_loop": resolve_loop_name(loop), "train_loop_config": config, **requested}
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:

@@ -154,7 +154,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_suppress_errors
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Delete checkpoint files and unfinished uploads of interrupted saves. No worker runs at this time.
+        """Choose the recovery point that the worker group restores, and delete what interrupted saves have left.
+
+        These are checkpoint files and unfinished uploads. No worker runs at this time.
 
         Raises:
             FencedOffError: Another attempt has taken over the run.
@@ -162,10 +164,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state = self._state
         state.mark_phase("decision")
         self.hooks.begin_group(state.settings.context.failures + state.group_failures)
-        removed = commits.remove_leftovers(self._store, self._attempt)
-        commits.check_fence(self._store, self._attempt)  # uploads of a later attempt must not be aborted
-        self._store.abort_uploads()
+        commits.check_fence(self._store, self._attempt)  # states of a later attempt must not be sealed
         self.hooks.restored_states = state.keepers.newest_states(state.commits.newest or state.commits.newest_commit())
+        removed = commits.remove_leftovers(self._store, self._attempt)
+        commits.check_fence(self._store, self._attempt)  # nor its uploads aborted
+        self._store.abort_uploads()
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
         state.mark_phase("cleanup")
@@ -282,7 +285,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_suppress_errors
     def before_controller_abort(self) -> None:
-        """Kill the standby workers, and send the last events. The controller ends, by itself or since it is aborted."""
+        """Kill the standby workers, and send the last events. Called at both kinds of the controller's end."""
         self._state.standbys.release()
         self._publish_waits("controller", collect_waits())
         self._state.sender.close(_CLOSE_SECONDS)

@@ -25,7 +25,7 @@ class ReceiverAddress(NamedTuple):
 
 
 class EventQueue:
-    """Writes events one after the other in a thread. A subclass implements the write.
+    """Writes events one after the other in a thread. Subclasses implement :meth:`_write`.
 
     While the queue is long, it drops progress events. It logs their number at the end.
     """
@@ -56,7 +56,7 @@ class EventQueue:
         self._thread.join(timeout_seconds)
 
     def _write(self, line: bytes) -> bool:
-        """Write an encoded event, a line without its line break. Return False if it should be written again."""
+        """Write an encoded event: a line without its line break. Return False to have it written again."""
         raise NotImplementedError
 
     def _run(self) -> None:

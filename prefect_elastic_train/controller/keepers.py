@@ -80,16 +80,19 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             logger.warning("Cannot start the keepers of recovery points; training goes on", exc_info=True)
 
     def _start(self, node_id: str) -> Any:
-        options = {
-            "name": keeper_name(self._run_id, node_id),
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_concurrency": 4,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        }
-        return ray.remote(Keeper).options(**options).remote(self._run_id, node_id, self._fraction)
+        return (
+            ray.remote(Keeper)
+            .options(
+                name=keeper_name(self._run_id, node_id),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote(self._run_id, node_id, self._fraction)
+        )
 
     def newest_states(self, newest: CommitRecord | None) -> list[list[StoredState]]:
         """Return the recovery point that the next worker group restores; empty: none is newer than the newest commit.
@@ -109,8 +112,11 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             logger.warning("Cannot read the recovery points; training continues from the checkpoint", exc_info=True)
         point = self._newest(states, committed)
         if point and self._starts[point] >= _MAX_STARTS:
-            message = "%d worker groups have started from the recovery point of step %d; trying the checkpoint"
-            logger.warning(message, _MAX_STARTS, point.step)
+            logger.warning(
+                "%d worker groups have started from the recovery point of step %d; trying the checkpoint",
+                _MAX_STARTS,
+                point.step,
+            )
             point = None
         if not point:
             return []
@@ -148,7 +154,7 @@ def find_keepers(run_id: str) -> Iterator[tuple[str, Any]]:
     """Yield the node and the actor of each keeper of a run, also of those that an earlier attempt has started."""
     prefix = keeper_name(run_id, "")
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        name = actor["name"] or ""
+        name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(prefix):
             with suppress(ValueError):  # it has died
                 yield name.removeprefix(prefix), ray.get_actor(name, NAMESPACE)

@@ -105,7 +105,7 @@ class DriverSpec:
 
         They share one environment, use no TPUs, and no datasets are loaded beside them.
         """
-        has_environment = self.cluster.environment or self.request.worker_runtime_env
+        has_environment = self.cluster.full_runtime_env or self.request.worker_runtime_env
         return self.is_alone and self.scaling.accelerator != "tpu" and not has_environment
 
 

@@ -272,8 +272,8 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
         return value
 
     @property
-    def environment(self) -> dict[str, Any]:
-        """The Ray runtime environment of the run: ``runtime_env`` with ``working_dir``."""
+    def full_runtime_env(self) -> dict[str, Any]:
+        """The Ray runtime environment of the run: ``runtime_env``, with ``working_dir`` if it is set."""
         folder = os.path.expanduser(self.working_dir)
         return self.runtime_env | ({"working_dir": folder} if folder else {})
 

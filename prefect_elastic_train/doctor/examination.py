@@ -65,10 +65,9 @@ def examine(storage: str, cluster: str, profile: str) -> Iterator[Finding]:
     If the server fails, the other checks are left out; if the blocks fail, those of the storage and the cluster.
 
     Args:
-        storage: A directory, a URL or a saved block; empty: not named.
-        cluster: A saved ``RayCluster``; empty: not named.
-        profile: A name under which blocks of several types are saved; empty: none. All other blocks are the default
-            ones.
+        storage: A directory, a URL or a saved block; empty: the block of the profile, or the default one.
+        cluster: A saved ``RayCluster``; empty: that of the profile, or the default one.
+        profile: A name under which blocks are saved; empty: none.
     """
     specs: list[DriverSpec] = []  # spec of a training with these blocks; empty if they cannot be loaded
 

@@ -45,8 +45,8 @@ class RunContext:
     score_attribute: str = ""
 
 
-#: Module state, which the training sets in a worker before the loop begins, because a loop calls :func:`run_context`
-#: without arguments: one training runs in a worker process.
+#: Module state: a loop calls :func:`run_context` without arguments, and a worker process runs one training. It is set
+#: before the loop begins.
 current: RunContext | None = None
 
 

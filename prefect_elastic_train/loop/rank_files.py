@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Name of a rank file (:func:`rank_file`), with the rank and the world size.
-RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.npz")
+#: Pattern of the name of a rank file (:func:`rank_file`). Groups: rank and world size.
+RANK_FILE_PATTERN = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.npz")
 
 
 def rank_file(directory: str | Path, rank: int, world_size: int) -> Path:
@@ -25,7 +25,7 @@ def missing_rank_files_message(names: Iterable[str]) -> str:
         names: Names of the checkpoint's files.
     """
     files = set(names)
-    sizes = {int(match[2]) for match in map(RANK_FILE.fullmatch, files) if match}
+    sizes = {int(match[2]) for match in map(RANK_FILE_PATTERN.fullmatch, files) if match}
     expected = {rank_file("", rank, size).name for size in sizes for rank in range(size)}
     missing = sorted(expected - files)
     return f"{len(missing)} of {len(expected)} ranks did not store their part, first {missing[0]}" if missing else ""

@@ -55,7 +55,9 @@ class RecoveryPointError(RuntimeError):
 
 
 class StateHeader(NamedTuple):
-    """The header of the state of one rank after a step. Later states are greater.
+    """The header of the state of one rank after a step.
+
+    Headers compare by run, attempt, worker group and step, so of a run the greatest is the newest.
 
     Attributes:
         run_id: The id of the run.
@@ -64,7 +66,7 @@ class StateHeader(NamedTuple):
         step: Optimizer steps that were done.
         world_size: The number of workers of the group.
         rank: The rank.
-        made_at: Monotonic clock of the node in nanoseconds: a second state of the same step is later.
+        made_at: Time of the copy in nanoseconds, by the node's monotonic clock. It tells two states of a step apart.
         arrays: Number of arrays, with the description.
         size: Bytes of the state.
     """
@@ -130,7 +132,7 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
 
     Args:
         target: The memory, of at least :func:`state_size` bytes.
-        identity: The first six values of the header.
+        identity: Run id, attempt, worker group, step, world size and rank, as in the header.
         arrays: The description and the arrays.
     """
     target[: len(_MAGIC)] = bytes(len(_MAGIC))
@@ -154,7 +156,7 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
 class StateReader(Sequence[ByteArray]):
     """The arrays of a rank's state in memory, without the first one, the description.
 
-    Each array is read on access, and compared with its checksum if that is known.
+    Each array is read on access, and compared with its checksum if that has been computed.
 
     Args:
         header: The header of the state.
@@ -178,11 +180,11 @@ class StateReader(Sequence[ByteArray]):
         """Return the description that the rank has pickled."""
         return pickle.loads(self._array(0).data)
 
-    def checksums(self) -> tuple[bytes, int]:
-        """Compute the checksums of all arrays. Return their part of the state's memory, and its position."""
+    def compute_checksum_table(self) -> tuple[bytes, int]:
+        """Compute the checksum of each array. Return the checksum table as bytes, and its offset in the state."""
         checksums = [self._read_with_checksum(number)[1] for number in range(self._header.arrays)]
         table = np.array([self._header.made_at, *checksums], np.uint64)
-        return table.tobytes(), _checksums_at(len(checksums))
+        return table.tobytes(), _checksum_table_at(len(checksums))
 
     @cached_property
     def _lengths_and_checksums(self) -> tuple[list[int], list[int]]:
@@ -212,20 +214,23 @@ class StateReader(Sequence[ByteArray]):
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
-            where = f"rank {self._header.rank}, step {self._header.step}"
-            raise RecoveryPointError(f"the recovery point of {where} is damaged or was overwritten")
+            raise RecoveryPointError(
+                f"the recovery point of rank {self._header.rank}, step {self._header.step} "
+                "is damaged or was overwritten"
+            )
 
 
 def _aligned(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def _checksums_at(count: int) -> int:
-    """Return the offset of the time of the state of which the checksums are, and of these, after the lengths."""
+def _checksum_table_at(count: int) -> int:
+    """Return the offset of the checksum table: ``made_at`` of the state that it is for, and the checksums."""
     return HEADER_BYTES + 8 * count
 
 
 def _first_array(count: int) -> int:
+    """Return the offset of the first array, after the header, the lengths and the checksum table."""
     return HEADER_BYTES + _aligned(8 * (2 * count + 1))
 
 
@@ -242,8 +247,7 @@ class RecoveryPoints:
     """
 
     def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
-        is_number = isinstance(interval, int) and interval >= 1
-        if not is_number and interval not in ("auto", "off"):
+        if interval not in ("auto", "off") and not (isinstance(interval, int) and interval >= 1):
             raise ValueError(f'recovery_points={interval!r}: give a number of steps, "auto" or "off"')
         self._memory = memory if interval != "off" else None
         self._is_auto = interval == "auto"
@@ -274,8 +278,7 @@ class RecoveryPoints:
         transfers = [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
         seconds = _TRANSFERS * min(filter(None, transfers), default=0.0)
         if self._is_auto and self.seconds:
-            best = best_interval(self.seconds, between_failures_seconds)
-            seconds = max(seconds, best, self.seconds / _MAX_BLOCKED)
+            seconds = max(seconds, best_interval(self.seconds, between_failures_seconds), self.seconds / _MAX_BLOCKED)
         return max(self._shortest, math.ceil(seconds / self._step_seconds))
 
     def turn_off(self, reason: str) -> None:
@@ -319,7 +322,7 @@ class RecoveryPoints:
                 self._files.append(self._files.pop(0))
             elif size > len(self._files[-1]):
                 return
-            write_state(self._files[-1], (*self._memory.group, step, *self._size_and_rank), arrays)
+            write_state(self._files[-1], (*self._memory.group_id, step, *self._size_and_rank), arrays)
         except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
             self.turn_off(str(error))
             return

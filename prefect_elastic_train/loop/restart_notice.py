@@ -28,7 +28,7 @@ class RestartNotice:
 
     growth: int = 0  # number of the announced growth; 0: none is announced
     notified: dict[bool, Any] = field(default_factory=dict)  # last restart that session (True) or loop (False) knows
-    save_requested: bool = False  # the loop was notified or saves, and has not reported since
+    restart_waits: bool = False  # the announced restart waits for the next report, or for the current one
     local_polls: int = 0  # polls without a broadcast that the last broadcast allowed
     local_polls_left: int = 0  # remaining polls until the next broadcast
     broadcast_at: float = 0.0  # time of the last broadcast, by the monotonic clock; 0: none
@@ -88,7 +88,7 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
     is_new = restart is not None and restart != state.notified.get(bool(decide))
     if is_new:
         state.notified[bool(decide)] = restart
-        state.save_requested = True
+        state.restart_waits = True
     return is_new, decision
 
 
@@ -118,10 +118,7 @@ def local_context() -> Any:
 
 
 def announced_restart(context: Any) -> Any:
-    """Return what identifies the restart of the worker group: the nodes of the drain, or the number of the growth.
-
-    Return None if no restart is announced to this worker.
-    """
+    """Return the announced restart: the sorted ids of the nodes of a drain, or the number of a growth; None: none."""
     preemption = context.preemption_context.preemption_info
     if preemption is not None:
         return sorted(preemption.preempted_node_to_ranks)

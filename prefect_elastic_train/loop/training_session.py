@@ -220,7 +220,7 @@ class Session(AbstractContextManager["Session"]):
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
-        # A restored recovery point is saved in the background, or a step soon after it.
+        # After a restore from memory, the first step after 5 s is saved. The step of a required save is saved now.
         self._save_at = time.monotonic() + _REPORT_SECONDS[0] if states else math.inf
         if self._is_required:
             self._is_open = self._must_save = self._must_report = True
@@ -567,13 +567,12 @@ class Session(AbstractContextManager["Session"]):
 
 
 def _is_whole_in_memory(state: type) -> bool:
-    """Return True if one class defines all four methods that save and restore.
+    """Return True if the most derived class that defines one of the four methods of a state defines all of them.
 
     A subclass that overrides how a state is saved may not override how it is kept in memory.
     """
     methods = {"stage", "read", "capture", "restore"}
-    defined = next(vars(one).keys() for one in state.__mro__ if methods & vars(one).keys())
-    return methods <= defined
+    return methods <= next(vars(base).keys() for base in state.__mro__ if methods & vars(base).keys())
 
 
 session = Session

@@ -31,11 +31,12 @@ def load_named_loop(name: str) -> Callable[..., Any] | str:
     return name
 
 
-def check_loop_name(name: str) -> str:
-    """Import the train loop with this name. Return the name, that of a file with its absolute path.
+def resolve_loop_name(name: str) -> str:
+    """Check a train loop's name, by importing the loop. Return the name, with an absolute path if it has a file.
 
     Raises:
-        ConfigurationError: The name has neither form, or is not that of a train loop.
+        ConfigurationError: The name is neither ``package.module:function`` nor ``path/to/file.py:function``, or it is
+            not that of a train loop.
     """
     if ".py:" in name:
         name = os.path.abspath(os.path.expanduser(name))

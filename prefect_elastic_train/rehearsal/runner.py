@@ -104,7 +104,7 @@ def rehearse(
             closing(Sandbox(payload, framework, block, Path(folder), on_line or _ignore)) as sandbox,
         ):
             _Rehearsal(certificate, sandbox, 60 * minutes, tolerance, tell or _ignore).run(faults)
-    except BaseException as error:  # as KeyboardInterrupt
+    except BaseException as error:  # also KeyboardInterrupt
         certificate.add(Problem("rehearsal incomplete", f"{type(error).__name__} {error}".strip()))
         raise
     finally:

@@ -19,7 +19,7 @@ class TracedReport(NamedTuple):
     """Report of rank 0 in the trace of a training.
 
     Attributes:
-        number: Number of the report among those that count, from 1.
+        number: Number of the report, from 1, without the reports that a restart undid.
         metrics: The metrics that are numbers and not about performance, which differs in each training.
         world_size: Number of workers.
         group: Number of the worker group, from 1.

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import Self
 
-from prefect_elastic_train.loop.rank_files import RANK_FILE
+from prefect_elastic_train.loop.rank_files import RANK_FILE_PATTERN
 
 from .retries import Retries
 
@@ -158,7 +158,7 @@ class RunStore(abc.ABC):
         if os.path.isfile(source):
             self._upload_files([(source, name)])
         elif files := [(path, f"{name}/{os.path.relpath(path, source)}") for path in _files_below(source)]:
-            last = [file for file in files if RANK_FILE.fullmatch(os.path.relpath(file[0], source))]
+            last = [file for file in files if RANK_FILE_PATTERN.fullmatch(os.path.relpath(file[0], source))]
             self._upload_files([file for file in files if file not in last])
             self._upload_files(last)
         else:

@@ -135,7 +135,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             UnreachableError: It is unknown if the cluster has the job.
             RefusedError: The cluster refused the job, or it cannot be sent.
         """
-        environment = self._cluster.environment
+        environment = self._cluster.full_runtime_env
         resources = dict(self._cluster.driver_resources)
         environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
         try:

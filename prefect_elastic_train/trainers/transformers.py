@@ -72,7 +72,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self._session_options = session or {}
         self._weights = deque[float]()  # weights of batches that are loaded and not yet trained on
         self._logged: dict[str, Any] = {}  # metrics since the last step
-        self._restored: dict[str, Any] = {"stopped": False}  # from this rank's file
+        self._restored: dict[str, Any] = {"stopped": False}  # from this rank's file, with "sums" and "callbacks"
         self._resumed: ScratchFolder | None = None  # copy of the checkpoint that the trainer resumes from
         self._best = Path(self.args.output_dir, _BEST)
         self.add_callback(self)
@@ -142,7 +142,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
                 self._end_step()
 
     def on_log(self, *_: Any, logs: dict[str, float], **more: Any) -> None:
-        """Keep metrics that ``transformers.Trainer`` has logged for the session's report of the step."""
+        """Store the metrics that the trainer has logged, until the session reports the step. The trainer calls it."""
         self._logged.update(logs)
 
     def _end_step(self) -> None:

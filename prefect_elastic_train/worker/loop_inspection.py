@@ -182,7 +182,7 @@ def _session() -> Any:
 def _take_changed_save_plan(cadence: Cadence) -> str:
     """Return the interval of the session's saves as text.
 
-    The text is empty if the interval has changed by less than 25 % since the last call with a text.
+    The text is empty if the interval has changed by less than 25 % since the last call that returned text.
     """
     interval = cadence.steps or cadence.interval()
     if abs(interval - state.interval) <= 0.25 * state.interval:

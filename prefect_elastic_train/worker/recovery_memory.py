@@ -91,7 +91,7 @@ class _File(NamedTuple):
     memory: memoryview
 
     def write(self, data: bytes, start: int) -> None:
-        """Write bytes, by a call: after a mapping for writing, the file could not be made read-only."""
+        """Write bytes with ``pwrite``. A mapping for writing would prevent the seal against writes."""
         os.pwrite(self.file.fileno(), data, start)
 
     @property
@@ -239,10 +239,10 @@ class Keeper:
                 file.write(seconds, TRANSFER_SECONDS_AT)
 
     def _process(self, header: StateHeader, file: _File) -> None:
-        """Compute the checksums of a state, and send it. If it is overwritten meanwhile, the neighbor gets a part."""
+        """Compute the checksums of a state, and send it. If it is overwritten meanwhile, it has no complete replica."""
         memory = file.memory
         with suppress(RecoveryPointError, OSError):  # it is overwritten already, or the worker group has ended
-            file.write(*StateReader(header, lambda start, stop: memory[start:stop]).checksums())
+            file.write(*StateReader(header, lambda start, stop: memory[start:stop]).compute_checksum_table())
         neighbor = self._neighbor
         target = ""
         for start, stop in _chunks(HEADER_BYTES, header.size) if neighbor else ():
@@ -281,11 +281,11 @@ class WorkerMemory:
     """The memory of this worker's recovery points, in the keeper of its node.
 
     Attributes:
-        group: The id of the run, and the numbers of the attempt and of the worker group.
+        group_id: The id of the run, and the numbers of the attempt and of the worker group.
     """
 
-    def __init__(self, group: tuple[str, int, int], rank: int, restored: Sequence[Sequence[StoredState]]) -> None:
-        self.group = group
+    def __init__(self, group_id: tuple[str, int, int], rank: int, restored: Sequence[Sequence[StoredState]]) -> None:
+        self.group_id = group_id
         self._rank = rank
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -294,7 +294,7 @@ class WorkerMemory:
         self._requested_at = 0.0
 
     def reserve(self, size: int) -> memoryview | None:
-        """Request memory of at least ``size`` bytes, without waiting: to allocate a gigabyte can take seconds.
+        """Request memory of at least ``size`` bytes, without waiting, because allocating a gigabyte can take seconds.
 
         Returns:
             The memory, once it is there. None: call again later.
@@ -305,8 +305,7 @@ class WorkerMemory:
         try:
             if self._request is None and time.monotonic() > self._requested_at + _RETRY_SECONDS:
                 self._requested_at = time.monotonic()
-                keeper = self._keeper(self._node_id)
-                self._request = keeper.reserve.remote(self.group[1:], self._rank, size)
+                self._request = self._keeper(self._node_id).reserve.remote(self.group_id[1:], self._rank, size)
             if self._request is None or not ray.wait([self._request], timeout=0)[0]:
                 return None
             answer = self._request
@@ -342,4 +341,4 @@ class WorkerMemory:
         return StateReader(location.header, read)
 
     def _keeper(self, node_id: str) -> Any:
-        return ray.get_actor(keeper_name(self.group[0], node_id), NAMESPACE)
+        return ray.get_actor(keeper_name(self.group_id[0], node_id), NAMESPACE)

@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
-from prefect_elastic_train.loop import context as run
+from prefect_elastic_train.loop import context as run_context
 from prefect_elastic_train.loop import recovery_points, restart_notice
 from prefect_elastic_train.storage.retries import operation
 
@@ -53,7 +53,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     restored_states: Any = ()  # the recovery point that the worker group restores, by rank
     _reporting = 0  # identifier of the loop's thread while it reports
 
-    def __init__(self, context: run.RunContext) -> None:
+    def __init__(self, context: run_context.RunContext) -> None:
         self._context = context
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
 
@@ -64,17 +64,18 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
             failures: Failures of the run so far.
         """
         self.group += 1
+        self.restored_states = ()
         self._context = replace(self._context, failures=failures)
 
     def after_init_train_context(self) -> None:
         """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""
         wait_for_devices(self.previous)
         set_gloo_interface()
-        run.current = self._context
+        run_context.current = self._context
         context = get_train_context()
         use_unique_folders(context, self._context.attempt, self.group)
-        group = (self._context.run_id, self._context.attempt, self.group)
-        recovery_points.memory = WorkerMemory(group, context.get_world_rank(), self.restored_states)
+        group_id = (self._context.run_id, self._context.attempt, self.group)
+        recovery_points.memory = WorkerMemory(group_id, context.get_world_rank(), self.restored_states)
         silence_ray_train()
         loop_inspection.track_checkpoint_reads(context)
         report = context.report
@@ -107,7 +108,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Record the upload of a reported checkpoint and its duration, also if the user's own function uploads it."""
         if self._reporting == threading.get_ident():
-            restart_notice.state.save_requested = True
+            restart_notice.state.restart_waits = True
         with self._count_stall(), operation():
             yield
 
@@ -157,11 +158,11 @@ def set_gloo_interface() -> None:
 def _wait_for_restart(context: Any) -> None:
     """Hold the train loop after its report until the announced restart comes or is withdrawn, or the time is up.
 
-    Only a report that the restart waits for is held: one whose checkpoint was uploaded meanwhile, or one after a
-    request to save.
+    Only a report that the restart waits for is held: one that uploads its checkpoint synchronously, or the first one
+    after the loop was notified of the restart.
     """
-    coming = restart_notice.announced_restart(context) if restart_notice.state.save_requested else None
-    restart_notice.state.save_requested = False
+    coming = restart_notice.announced_restart(context) if restart_notice.state.restart_waits else None
+    restart_notice.state.restart_waits = False
     deadline = time.monotonic() + _HOLD_SECONDS
     while coming is not None and restart_notice.announced_restart(context) == coming:
         if time.monotonic() > deadline:

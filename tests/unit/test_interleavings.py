@@ -353,10 +353,10 @@ def _required_before(step: int) -> int:
     return (step - 1) // 3 * 3 if step else 0
 
 
-def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
+def _simulate(choose: Choose, random: Random, blocks_points: bool = True) -> None:
     """Simulate a run with steps, commits, deaths and late workers in random order. Its state is the list of its steps.
 
-    ``waits``: after a required save, no recovery point is made until it is committed.
+    ``blocks_points``: no recovery point is made while a required save is not committed.
 
     Raise an AssertionError if a group continues from a mixture, from less than what was committed, or from a step after
     a required save that was never committed.
@@ -381,7 +381,7 @@ def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
         for _ in range(random.randint(0, 5)):
             state = (*state, (attempt, group))
             made = random.choice([size, size, random.randint(0, size)])  # the others died before, or are late
-            is_allowed = has_memory and not (waits and _required_before(len(state)) > len(commit[1]))
+            is_allowed = has_memory and not (blocks_points and _required_before(len(state)) > len(commit[1]))
             ranks = range(made if is_allowed else 0)
             point = StateHeader("run", attempt, group, len(state), size, 0, 0, 0, 0)
             states |= {point._replace(rank=rank): state for rank in ranks}
@@ -393,7 +393,7 @@ def _simulate(choose: Choose, random: Random, waits: bool = True) -> None:
         if random.random() < 0.3:  # a worker of an earlier group trains on
             of_attempt, of_group, old = random.choice(groups)
             late = (*old, *[("late", of_attempt, of_group)] * random.randint(1, 9))
-            is_allowed = not (waits and _required_before(len(late)) > len(commit[1]))
+            is_allowed = not (blocks_points and _required_before(len(late)) > len(commit[1]))
             if is_allowed and (of_attempt, of_group) != (attempt, group):
                 states[StateHeader("run", of_attempt, of_group, len(late), 1, 0, 0, 0, 0)] = late
 
@@ -424,4 +424,4 @@ def test_the_model_rejects_wrong_choices(wrong: Choose) -> None:
 
 def test_the_model_rejects_points_after_a_required_save_that_is_not_committed() -> None:
     with pytest.raises(AssertionError, match="no required save was skipped"):
-        [_simulate(newest_point, Random(seed), waits=False) for seed in range(2000)]
+        [_simulate(newest_point, Random(seed), blocks_points=False) for seed in range(2000)]

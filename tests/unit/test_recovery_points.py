@@ -98,7 +98,7 @@ def test_another_state_is_not_read_as_the_one_that_was_listed() -> None:
 def test_no_byte_of_an_array_changes_unseen(data: st.DataObject) -> None:
     arrays = [_bytes(*range(100)), _bytes(*range(50))]
     memory = _state(IDENTITY, arrays)
-    checksums, start = _reader(memory).checksums()
+    checksums, start = _reader(memory).compute_checksum_table()
     memory[start : start + len(checksums)] = checksums
     place = data.draw(st.sampled_from([*range(4096, 4096 + 16), *range(4160, 4160 + 100), *range(4288, 4288 + 50)]))
     memory[place] ^= data.draw(st.integers(1, 255))
@@ -146,7 +146,7 @@ def test_the_newest_point_of_all_ranks_that_is_newer_than_the_commit_is_restored
 class Memory:
     """Memory of this process, as much as there is; the first answer to each request is that it is not there yet."""
 
-    group = ("run", 1, 1)
+    group_id = ("run", 1, 1)
 
     def __init__(self, free: int = 2**30) -> None:
         self.free, self.files, self.lost, self.requests = free, list[memoryview](), False, 0

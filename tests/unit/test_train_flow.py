@@ -12,8 +12,8 @@ from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudge
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.train_loops import (
     LOOP_PATTERN,
-    check_loop_name,
     load_named_loop,
+    resolve_loop_name,
 )
 
 
@@ -37,7 +37,7 @@ def test_a_loop_is_named_by_an_import_path_or_by_a_file_which_is_run_once(folder
     assert callable(loop)
     assert loop({}) == "beside"
     assert load_named_loop("scripts/train-it.py:Loops.loop") is loop
-    assert check_loop_name("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
+    assert resolve_loop_name("scripts/train-it.py:Loops.loop") == f"{folder}/scripts/train-it.py:Loops.loop"
 
 
 @pytest.mark.parametrize("name", ["ending_as_file.py:train_loop", "ending_as_module:train_loop"])
@@ -45,7 +45,7 @@ def test_a_script_that_ends_the_program_is_refused(folder: Path, name: str) -> N
     file = f"{name.partition(':')[0].removesuffix('.py')}.py"
     (folder / file).write_text("import sys\n\n\ndef train_loop():\n    pass\n\n\nsys.exit(0)\n")
     with pytest.raises(ConfigurationError, match="cannot be imported: SystemExit: 0"):
-        check_loop_name(name)
+        resolve_loop_name(name)
 
 
 def test_a_form_takes_both_ways_to_name_a_loop_and_nothing_else() -> None:
