@@ -104,7 +104,6 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if newest:
             age = age_of(newest.checkpoint)
             committed = (age.attempt, age.group, newest.latest["metrics"].get("step", 0))
-        self.restored_point = None
         states: list[StoredState] = []
         try:
             states = self._list_states(committed)
@@ -123,8 +122,9 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self.restored_point = point
         self._starts[point] += 1
         self.free_before(point.attempt, point.group)
-        ranks = range(point.world_size)
-        return [[state for state in states if state.header[:6] == (*point[:5], rank)] for rank in ranks]
+        return [
+            [state for state in states if state.header[:6] == (*point[:5], rank)] for rank in range(point.world_size)
+        ]
 
     def _list_states(self, committed: tuple[int, int, int]) -> list[StoredState]:
         """Return the states that the keepers hold. If there is a point, keepers that do not answer are left out."""

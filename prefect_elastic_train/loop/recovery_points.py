@@ -243,7 +243,7 @@ class RecoveryPoints:
     Attributes:
         every: The current interval in steps; 0: no recovery points are made.
         seconds: Seconds for which the last one blocked the loop.
-        step: Step of the last one; 0: there is none.
+        step: Step of the last one; 0: there is none, or no memory for the next one.
     """
 
     def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
@@ -302,6 +302,7 @@ class RecoveryPoints:
         try:
             if self._files and self._memory.is_lost():
                 self._files = []
+                self.step = 0
                 logger.warning(
                     "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced"
                 )
@@ -310,6 +311,7 @@ class RecoveryPoints:
             if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
                 target = self._memory.reserve(self._needed)
                 if target is None:
+                    self.step = 0
                     return
                 self._files = [target, *self._files[-1:]]
             description, captured = capture()

@@ -237,9 +237,8 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
                 continue
             saved = torch.from_numpy(data).view(form.properties.dtype).view(form.chunk.sizes)
             bounds = zip(item.storage_offsets, item.lengths, strict=True)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(saved[tuple(slice(start, start + length) for start, length in bounds)])
-            planner.commit_tensor(item, target)
+            part = saved[tuple(slice(start, start + length) for start, length in bounds)]
+            planner.resolve_tensor(item).detach().copy_(part)
         done: Future[None] = Future()
         done.set_result(None)
         return done

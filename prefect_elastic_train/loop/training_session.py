@@ -215,15 +215,16 @@ class Session(AbstractContextManager["Session"]):
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
         self._entered_at = time.time()
-        self._report_at = time.monotonic()  # time of the next report
+        # Time of the next report. After a restore from memory, it and a save come some seconds later.
+        self._report_at = time.monotonic() + _REPORT_SECONDS[0] * bool(states)
+        self._save_at = self._report_at if states else math.inf
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
-        # After a restore from memory, the first step after 5 s is saved. The step of a required save is saved now.
-        self._save_at = time.monotonic() + _REPORT_SECONDS[0] if states else math.inf
-        if self._is_required:
-            self._is_open = self._must_save = self._must_report = True
+        if states:  # the step of a required save is saved now, if rank 0 has it as one
+            self._is_open = True
+            self._must_save = self._must_report = self._is_required
             self._close_step()
 
     def _set_share(self, mesh: Any) -> None:
@@ -518,8 +519,7 @@ class Session(AbstractContextManager["Session"]):
     def _hold(self, growth: int) -> None:
         """Complete a recovery point, and wait for the growth of the worker group, which continues from it."""
         points = self.recovery_points
-        if points.step != self.done:
-            points.make(self.done, self._capture)
+        points.make(self.done, self._capture)
         self.held_for = growth if points.step == self.done else 0
         self._report()
 

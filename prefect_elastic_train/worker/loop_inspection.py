@@ -56,8 +56,8 @@ class Position(NamedTuple):
     began_from: int
     done: int
     most_workers: int
-    has_recovery_points: bool = False
-    held_for: int = 0
+    has_recovery_points: bool
+    held_for: int
 
 
 class CommitReport(NamedTuple):

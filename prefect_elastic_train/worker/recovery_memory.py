@@ -231,8 +231,7 @@ class Keeper:
             except Exception as error:  # noqa: BLE001 - a lost node, too little memory there, or an ended group
                 self._failures += 1
                 if self._failures == _MAX_FAILURES:
-                    reason = getattr(error, "cause", error)
-                    logger.warning("Cannot copy recovery points to another node: %s", reason)
+                    logger.warning("Cannot copy recovery points to another node: %s", getattr(error, "cause", error))
         seconds = struct.pack("d", 0.0 if self._failures else time.monotonic() - began)
         for file in newest.values():
             with suppress(OSError):  # the worker group has ended, and the file is read-only
@@ -242,7 +241,9 @@ class Keeper:
         """Compute the checksums of a state, and send it. If it is overwritten meanwhile, it has no complete replica."""
         memory = file.memory
         with suppress(RecoveryPointError, OSError):  # it is overwritten already, or the worker group has ended
-            file.write(*StateReader(header, lambda start, stop: memory[start:stop]).compute_checksum_table())
+            table = StateReader(header, lambda start, stop: memory[start:stop]).compute_checksum_table()
+            if read_header(memory) == header:  # the table of a later state may be elsewhere
+                file.write(*table)
         neighbor = self._neighbor
         target = ""
         for start, stop in _chunks(HEADER_BYTES, header.size) if neighbor else ():

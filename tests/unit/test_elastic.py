@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from pyarrow import fs
@@ -199,6 +200,16 @@ def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with
     (started,) = controller.heard()
     assert (started.world_size, started.checkpoint, started.ranks) == (1, "ckpt-1", {"10.0.0.1:7": 0})
     assert controller.state.loops._counters_before == ({} if is_seeded else {"step": 8})
+
+
+def test_a_group_that_starts_while_the_storage_is_away_does_not_restore_the_point_of_the_one_before(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks, keepers = controller.callback.hooks, controller.state.keepers
+    hooks.restored_states = keepers.restored_point = "of the group before"
+    monkeypatch.setattr(callbacks.commits, "check_fence", mock.Mock(side_effect=OSError("no route")))
+    controller.callback.before_worker_group_start(None)
+    assert (hooks.restored_states, keepers.restored_point) == ((), None)
 
 
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:

@@ -391,10 +391,10 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
 
     look()
     look(None, None)
-    look(loop_inspection.Position(0.3, 300, 302, 64), None)
+    look(loop_inspection.Position(0.3, 300, 302, 64, False, 0), None)
     assert watched.events == []
-    look(loop_inspection.Position(0.6, 300, 305, 64), loop_inspection.Position(0.25, 300, 302, 64))
-    look(loop_inspection.Position(0.9, 300, 309, 64), loop_inspection.Position(0.5, 300, 306, 64))
+    look(loop_inspection.Position(0.6, 300, 305, 64, False, 0), loop_inspection.Position(0.25, 300, 302, 64, False, 0))
+    look(loop_inspection.Position(0.9, 300, 309, 64, False, 0), loop_inspection.Position(0.5, 300, 306, 64, False, 0))
     (first,) = watched.events
     assert isinstance(first, FirstStep)
     assert (first.at, first.world_size, watched.watch.step) == (5000.0 - 0.25, 2, 309)

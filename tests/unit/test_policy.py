@@ -91,7 +91,7 @@ class Cluster(RunScalingPolicy):
         self.shared.commit_count += committed
         status = WorkerGroupPollStatus({rank: WorkerStatus(running=not finished) for rank in range(len(held))})
         for rank, number in enumerate(held):
-            status.worker_statuses[rank].position = Position(1.0, 0, 9, 9, held_for=number)
+            status.worker_statuses[rank].position = Position(1.0, 0, 9, 9, True, held_for=number)
         decision = self.make_decision_for_running_worker_group(self.group, status)
         return None if isinstance(decision, NoopDecision) else decision
 

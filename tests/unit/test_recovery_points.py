@@ -379,6 +379,24 @@ def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() ->
         StateReader(state.header, partial(keeper.read, state.path)).description()
 
 
+def test_checksums_of_a_state_are_not_written_into_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = _keeper()
+    path = keeper.reserve((1, 1), 0, 10**5)
+    file = open_file(path, write=True)
+    write_state(file, IDENTITY, [_bytes(1)] * 20)
+    later = [_bytes(*range(number, number + 90)) for number in range(5)]
+    compute = StateReader.compute_checksum_table
+
+    def overtaken(reader: StateReader) -> tuple[bytes, int]:
+        table = compute(reader)
+        write_state(file, _identity(step=9), later)
+        return table
+
+    monkeypatch.setattr(StateReader, "compute_checksum_table", overtaken)
+    keeper._process_new({})
+    assert [bytes(array) for array in _reader(file)] == [bytes(array) for array in later[1:]]
+
+
 # States
 
 
