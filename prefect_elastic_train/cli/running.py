@@ -17,14 +17,7 @@ from prefect_elastic_train.core.causes import short_message
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.report.formats import duration, format_metrics
 
-from .common import (
-    Json,
-    exit_on_error,
-    exit_with_error,
-    format_faults,
-    print_fields,
-    print_json,
-)
+from .common import Json, exit_on_error, exit_with_error, format_faults, print_fields, print_json
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .records import Fingerprint, Owner
-from .settings import (
-    CheckpointSettings,
-    ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
-    StorageSettings,
-)
+from .settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings, StorageSettings
 
 #: Module that a driver process runs, by which it is recognized.
 DRIVER_MODULE = "prefect_elastic_train.driver"

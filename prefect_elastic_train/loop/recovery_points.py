@@ -25,7 +25,8 @@ from .cadence import best_interval
 
 logger = logging.getLogger(__name__)
 
-_threads = ThreadPoolExecutor(4, "recovery points")
+#: Module state: the threads that copy arrays.
+threads = ThreadPoolExecutor(4, "recovery points")
 
 #: Largest share of the training time for which ``"auto"`` lets recovery points block the loop.
 _MAX_BLOCKED = 0.01
@@ -146,7 +147,7 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
             sources.append(array[first : first + _CHUNK_BYTES])
             targets.append(memory[start + first :][: len(sources[-1])])
         start += _aligned(len(array))
-    run_all = _threads.map if start > _CHUNK_BYTES else map
+    run_all = threads.map if start > _CHUNK_BYTES else map
     list(run_all(np.copyto, targets, sources))
     header = StateHeader._make((*identity, time.monotonic_ns(), len(arrays), start)).encode()
     target[len(_MAGIC) : len(header)] = header[len(_MAGIC) :]

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
-from .recovery_points import ByteArray, RankState, RecoveryPointError
+from .recovery_points import ByteArray, RankState, RecoveryPointError, threads
 from .state import State, StateMismatchError
 
 # torch warns at each save and load of a single worker.
@@ -228,17 +228,20 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
         wanted = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in tensors)
         if sum(math.prod(item.lengths) for item in plan.items if item.type is LoadItemType.TENSOR) < wanted:
             raise RecoveryPointError("the sharding has changed since the recovery point: other ranks have parts of it")
-        for item in plan.items:
+
+        def read_item(item: Any) -> None:
             written, arrays, number = self._values[item.storage_index]
             data = arrays[number]
             form = written.tensor_data
             if form is None:
                 planner.load_bytes(item, io.BytesIO(data.tobytes()))
-                continue
+                return
             saved = torch.from_numpy(data).view(form.properties.dtype).view(form.chunk.sizes)
             bounds = zip(item.storage_offsets, item.lengths, strict=True)
             part = saved[tuple(slice(start, start + length) for start, length in bounds)]
             planner.resolve_tensor(item).detach().copy_(part)
+
+        list(threads.map(read_item, plan.items))
         done: Future[None] = Future()
         done.set_result(None)
         return done

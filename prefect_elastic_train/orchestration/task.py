@@ -28,14 +28,7 @@ from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.driver.termination_signals import count_signals, watch_signals
 
-from .arguments import (
-    TrainLoop,
-    TrainOptions,
-    check_options,
-    make_payload,
-    make_request,
-    pickle_payload,
-)
+from .arguments import TrainLoop, TrainOptions, check_options, make_payload, make_request, pickle_payload
 from .local_mode import LocalTraining
 from .position import count_training
 from .supervision import SilentEndError, Training

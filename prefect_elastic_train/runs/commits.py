@@ -23,15 +23,8 @@ from prefect_elastic_train.loop.rank_files import missing_rank_files_message
 from prefect_elastic_train.storage.store import RunStore
 
 from . import layout
-from .run_directory import (
-    RunDirectory,
-    newest_attempt_number,
-)
-from .snapshots import (
-    checkpoint_names,
-    parse_snapshot,
-    without_checkpoints,
-)
+from .run_directory import RunDirectory, newest_attempt_number
+from .snapshots import checkpoint_names, parse_snapshot, without_checkpoints
 
 _COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
 #: Time after which this machine sees what another one wrote to a shared mount; NFS caches listings for up to a minute.

@@ -25,13 +25,7 @@ from prefect_elastic_train.core.size_limits import whole_lines
 from prefect_elastic_train.core.time_limits import JOB_STOP_SECONDS
 
 from .driver_handle import NO_FINAL_EVENT, DriverHandle
-from .job_client import (
-    JobClient,
-    RefusedError,
-    UnknownJobError,
-    UnreachableError,
-    job_package,
-)
+from .job_client import JobClient, RefusedError, UnknownJobError, UnreachableError, job_package
 
 _T = TypeVar("_T")
 

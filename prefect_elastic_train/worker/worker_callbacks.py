@@ -23,12 +23,7 @@ from prefect_elastic_train.loop import recovery_points, restart_notice
 from prefect_elastic_train.storage.retries import operation
 
 from . import loop_inspection
-from .checkpoints import (
-    RunStorageContext,
-    TrackedCheckpoint,
-    to_json_values,
-    use_unique_folders,
-)
+from .checkpoints import RunStorageContext, TrackedCheckpoint, to_json_values, use_unique_folders
 from .recovery_memory import WorkerMemory
 from .standby_process import wait_for_devices
 
