@@ -101,26 +101,19 @@ def run_training(
     }
     # Standard output is for the result, and modules of the user may print when they are imported.
     with redirect_stdout(sys.stderr), exit_on_error(WRONG_USAGE):
-        parameters = _checked_parameters(loop, loop_config(config or [], settings or []), options)
+        from prefect_elastic_train.orchestration.arguments import check_options
+        from prefect_elastic_train.orchestration.train_loops import resolve_loop_name
+
+        values = loop_config(config or [], settings or [])
+        check_options(options)
+        requested = {option: value for option, value in options.items() if value is not None}
+        parameters = {"train_loop": resolve_loop_name(loop), "train_loop_config": values, **requested}
         blocks = _load_blocks(names, profile, workers)
         flow_run = None if dry_run else _run_flow(parameters, blocks)
     if flow_run is None:
         _print_plan(parameters, blocks)
     else:
         _print_result(flow_run, as_json)
-
-
-def _checked_parameters(loop: str, config: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """Check the train loop and the options of ``elastic-train run``.
-
-    Return the parameters of the flow ``train``, without its blocks.
-    """
-    from prefect_elastic_train.orchestration.arguments import check_options
-    from prefect_elastic_train.orchestration.train_loops import resolve_loop_name
-
-    check_options(options)
-    requested = {option: value for option, value in options.items() if value is not None}
-    return {"train_loop": resolve_loop_name(loop), "train_loop_config": config, **requested}
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:

@@ -187,6 +187,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # The counters of another run, from which this one was started, are not comparable.
         metrics = newest.latest["metrics"] if newest and newest.id != SEED_COMMIT else {}
         restored = self.hooks.restored_states
+        step = restored[0][0].header.step if restored else 0
+        redone = max(0, state.loops.step - step) if restored else 0
         state.loops.begin_group(self._workers, "" if restored else loop_name(checkpoint), metrics)
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
@@ -197,7 +199,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             ev.WorkerGroupStarted(
                 world_size=len(ranks),
                 checkpoint=checkpoint,
-                restored_step=restored[0][0].header.step if restored else 0,
+                restored_step=step,
+                redone_steps=redone,
                 ranks=ranks,
                 parts=state.phases,
             )

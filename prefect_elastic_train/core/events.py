@@ -100,7 +100,8 @@ class WaitingForCapacity(Event):
 class WorkerGroupStarted(Event):
     """A worker group starts the loop.
 
-    It continues from ``checkpoint``, or from the later ``restored_step`` (0: none), which is in memory. ``ranks`` maps
+    It continues from ``checkpoint``, or from the later ``restored_step`` (0: none), which is in memory. Of the steps
+    after ``restored_step``, ``redone_steps`` were done at the last poll of the worker group before. ``ranks`` maps
     ``<node address>:<process id>`` of a worker to its rank. ``parts`` has the seconds of each phase of the worker
     group's start, in order, from the start of the controller or its decision to restart the workers.
     """
@@ -108,6 +109,7 @@ class WorkerGroupStarted(Event):
     world_size: int
     checkpoint: str = ""
     restored_step: int = 0
+    redone_steps: int = 0
     ranks: dict[str, int] = {}
     parts: dict[str, float] = {}
 

@@ -118,7 +118,7 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
                 },
             )
         case ev.WorkerGroupStarted():
-            sizes = event.model_dump(include={"world_size", "restored_step"})
+            sizes = event.model_dump(include={"world_size", "restored_step", "redone_steps"})
             yield "workers-started", sizes | {"checkpoint": loop_name(event.checkpoint)}
         case ev.WorkerGroupResized():
             yield "resized", event.model_dump(exclude=_COMMON_FIELDS)

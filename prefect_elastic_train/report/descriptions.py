@@ -52,7 +52,10 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             workers = "1 worker starts" if event.world_size == 1 else f"{event.world_size} workers start"
             offer = f"; it can restore {_start(event.checkpoint)}" if event.checkpoint else ""
             if event.restored_step:
-                offer = f" from the recovery point of step {event.restored_step}"
+                offer = (
+                    f" from the recovery point of step {event.restored_step}; "
+                    f"steps that are done again: {event.redone_steps}"
+                )
             return Description(f"{workers} the loop{offer}")
         case ev.LoopWarned():
             return Description(event.message, is_warning=True)

@@ -202,6 +202,17 @@ def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with
     assert controller.state.loops._counters_before == ({} if is_seeded else {"step": 8})
 
 
+def test_a_group_that_restores_a_recovery_point_is_told_with_its_step_and_the_steps_that_are_done_again(
+    controller: Controller,
+) -> None:
+    header = SimpleNamespace(step=70)
+    controller.callback.hooks.restored_states = [[SimpleNamespace(header=header)]]
+    controller.state.loops.step = 71
+    controller.callback.after_worker_group_start(SimpleNamespace(get_workers=list))
+    (started,) = controller.heard()
+    assert (started.restored_step, started.redone_steps) == (70, 1)
+
+
 def test_a_group_that_starts_while_the_storage_is_away_does_not_restore_the_point_of_the_one_before(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ COMMITTED = {"checkpoint": "c9", "checkpoint_uri": "s3://b/llama/c9", "size_byte
     [
         (STARTED.model_copy(update=FROM), "started", FROM),
         (AGAIN, "driver-restarted", RESTARTED),
-        (GROUP, "workers-started", {"world_size": 4, "restored_step": 0, "checkpoint": ""}),
+        (GROUP, "workers-started", {"world_size": 4, "restored_step": 0, "redone_steps": 0, "checkpoint": ""}),
         (ev.WorkerGroupResized(**RESIZED), "resized", RESIZED),
         (ev.WorkerFailed(causes=CAUSES, retried=True, reports_lost=2), "worker-failed", FAILED),
         (ev.WorkersPreempted(retried=False), "preempted", PREEMPTED),
