@@ -35,12 +35,13 @@ _MAX_BLOCKED = 0.01
 _TRANSFERS = 1.5
 #: Files of a rank: one has a complete state while the other is written.
 FILES = 2
-#: Pause of a worker whose keeper has died. If its whole node is failing, the worker exits meanwhile, and takes no steps
-#: that no keeper holds.
+#: Pause of a worker whose keeper or raylet has died, or whose last state is not replicated. If a node is failing, Ray
+#: ends the worker group meanwhile, so that it takes no steps that no keeper holds.
 _LOST_SECONDS = 2.0
+_POLL_SECONDS = 0.005
 _MAGIC = b"elastic\3"  # the first bytes of a complete state
 HEADER_BYTES = 4096
-#: Position in the header of the seconds that a copy to another node has taken, as a float64; 0: there was none.
+#: Position in the header of the seconds that a copy to another node has taken, as a float64; 0: there is none yet.
 TRANSFER_SECONDS_AT = HEADER_BYTES - 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**22  # copied by one thread at once
@@ -136,7 +137,7 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
         identity: Run id, attempt, worker group, step, world size and rank, as in the header.
         arrays: The description and the arrays.
     """
-    target[: len(_MAGIC)] = bytes(len(_MAGIC))
+    target[:HEADER_BYTES] = bytes(HEADER_BYTES)
     memory = np.frombuffer(target, np.uint8)
     memory[HEADER_BYTES:][: 8 * len(arrays)] = np.array([*map(len, arrays)], np.uint64).view(np.uint8)
     start = _first_array(len(arrays))
@@ -276,11 +277,14 @@ class RecoveryPoints:
         """Return the interval in steps from now on. Rank 0 decides it for all ranks."""
         if self._memory is None:
             return 0
-        transfers = [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
-        seconds = _TRANSFERS * min(filter(None, transfers), default=0.0)
+        seconds = _TRANSFERS * min(filter(None, self._transfers()), default=0.0)
         if self._is_auto and self.seconds:
             seconds = max(seconds, best_interval(self.seconds, between_failures_seconds), self.seconds / _MAX_BLOCKED)
         return max(self._shortest, math.ceil(seconds / self._step_seconds))
+
+    def _transfers(self) -> list[float]:
+        """Return the seconds that it took to copy the state in each file to another node."""
+        return [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
 
     def turn_off(self, reason: str) -> None:
         """Make no more recovery points, and log the reason."""
@@ -309,6 +313,9 @@ class RecoveryPoints:
                 )
                 time.sleep(_LOST_SECONDS)
             began = time.monotonic()
+            # The state before the last is overwritten once the last one has a replica, too, if it has one itself.
+            while 0.0 in self._transfers()[1:] and any(self._transfers()) and time.monotonic() < began + _LOST_SECONDS:
+                time.sleep(_POLL_SECONDS)
             if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
                 target = self._memory.reserve(self._needed)
                 if target is None:

@@ -97,7 +97,14 @@ def rehearse(
         )
     block = sandbox_scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, torch_config=torch_config, jax_config=jax_config)
-    certificate = _new_certificate(payload, framework, block, seed)
+    certificate = Certificate(
+        loop=train_loop_name(train_loop),
+        framework=framework,
+        workers=" to ".join(map(str, sorted({block.min_workers, block.max_workers}))),
+        seed=seed,
+        at=time.time(),
+        versions={package: version(package) for package in ("prefect-elastic-train", "ray", "prefect")},
+    )
     try:
         with (
             tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
@@ -119,19 +126,6 @@ def rehearse(
 
 def _ignore(*_: str) -> None:
     """Ignore a line of progress or output: the default of ``tell`` and ``on_line`` of :func:`rehearse`."""
-
-
-def _new_certificate(payload: Payload, framework: str, scaling: ElasticScaling, seed: int) -> Certificate:
-    """Return the certificate of a rehearsal that begins now, without results."""
-    sizes = {scaling.min_workers, scaling.max_workers}
-    return Certificate(
-        loop=train_loop_name(payload.train_loop),
-        framework=framework,
-        workers=" to ".join(map(str, sorted(sizes))),
-        seed=seed,
-        at=time.time(),
-        versions={package: version(package) for package in ("prefect-elastic-train", "ray", "prefect")},
-    )
 
 
 @dataclass

@@ -98,7 +98,7 @@ class Sandbox(Follower):
             payload=pickle_payload(payload),
             has_datasets=bool(payload.datasets),
         )
-        self._on_line = on_line
+        self.on_line = on_line  # type: ignore[assignment]
         self._runtime = TrainingProcesses(get_settings(), self)
         self._signals = count_signals()
         self._gpus: dict[str, list[str]] = {}  # of each node, by the id of the node
@@ -185,9 +185,6 @@ class Sandbox(Follower):
 
     def on_event(self, event: Event, replayed: bool) -> None:
         self._trace.handle(event)
-
-    def on_line(self, source: str, text: str) -> None:
-        self._on_line(source, text)
 
     def check_stop(self) -> None:
         """Continue the training's scenario.

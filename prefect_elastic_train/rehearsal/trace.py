@@ -72,37 +72,33 @@ class Trace(BaseModel):
         """Record an event of the training."""
         match event:
             case ev.WorkerGroupStarted():
-                self._start_group(event)
+                # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
+                count = len(self.reports) if event.checkpoint else 0
+                for report in self.saves:
+                    if report.checkpoint == str(self.folder / event.checkpoint):
+                        count = report.number
+                if event.restored_step:
+                    count = sum(report.metrics["step"] <= event.restored_step for report in self.reports)
+                self.redone += len(self.reports) - count
+                del self.reports[count:]
+                self.group_count += 1
+                self.ranks = event.ranks
+                self.started_at = event.at
             case ev.Report():
-                self._add_report(event)
+                checkpoint = str(self.folder / event.checkpoint) if isinstance(event, ev.CheckpointCommitted) else ""
+                numbers = {
+                    name: value
+                    for name, value in event.metrics.items()
+                    if type(value) in (int, float) and not is_performance_metric(name)
+                }
+                number = len(self.reports) + 1
+                self.reports.append(TracedReport(number, numbers, event.world_size, self.group_count, checkpoint))
+                if number > len(self.progress_times):
+                    self.progress_times.append(event.at)
             case ev.LoopWarned():
                 self.warnings[event.problem] = event.message
             case ev.WorkerFailed():
                 self.worker_failures.append(event)
-
-    def _start_group(self, event: ev.WorkerGroupStarted) -> None:
-        # A checkpoint that was committed while its driver died has no event. It is newer than all reports.
-        count = len(self.reports) if event.checkpoint else 0
-        for report in self.saves:
-            if report.checkpoint == str(self.folder / event.checkpoint):
-                count = report.number
-        self.redone += len(self.reports) - count
-        del self.reports[count:]
-        self.group_count += 1
-        self.ranks = event.ranks
-        self.started_at = event.at
-
-    def _add_report(self, event: ev.Report) -> None:
-        checkpoint = str(self.folder / event.checkpoint) if isinstance(event, ev.CheckpointCommitted) else ""
-        numbers = {
-            name: value
-            for name, value in event.metrics.items()
-            if type(value) in (int, float) and not is_performance_metric(name)
-        }
-        number = len(self.reports) + 1
-        self.reports.append(TracedReport(number, numbers, event.world_size, self.group_count, checkpoint))
-        if number > len(self.progress_times):
-            self.progress_times.append(event.at)
 
     @property
     def saves(self) -> list[TracedReport]:

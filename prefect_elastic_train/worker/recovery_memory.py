@@ -232,7 +232,7 @@ class Keeper:
                 self._failures += 1
                 if self._failures == _MAX_FAILURES:
                     logger.warning("Cannot copy recovery points to another node: %s", getattr(error, "cause", error))
-        seconds = struct.pack("d", 0.0 if self._failures else time.monotonic() - began)
+        seconds = struct.pack("d", time.monotonic() - began if self._neighbor and not self._failures else 0.0)
         for file in newest.values():
             with suppress(OSError):  # the worker group has ended, and the file is read-only
                 file.write(seconds, TRANSFER_SECONDS_AT)
@@ -290,7 +290,7 @@ class WorkerMemory:
         self._rank = rank
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._path = ""
+        self._paths: list[str] = []
         self._request: Any = None
         self._requested_at = 0.0
 
@@ -317,12 +317,13 @@ class WorkerMemory:
             raise MemoryError(str(error.cause)) from None
         except (ray.exceptions.RayError, FileNotFoundError, ValueError):
             return None  # there is no keeper yet, or it has just died
-        self._path = path
+        raylet = f"/proc/{os.environ['RAY_RAYLET_PID']}/exe"  # a zombie has none
+        self._paths = [*filter(os.path.exists, (path, raylet))]
         return file
 
     def is_lost(self) -> bool:
-        """Return True if the keeper has died, which does not free memory that this worker has mapped."""
-        return bool(self._path) and not os.path.exists(self._path)
+        """Return True if the keeper or the raylet has died. That does not free memory that this worker has mapped."""
+        return not all(map(os.path.exists, self._paths))
 
     def read_restored(self) -> list[StateReader]:
         """Return the states, by rank, of the recovery point that this worker group restores; empty: none."""

@@ -48,7 +48,7 @@ def die_within(steps: dict[str, int], ledger: str) -> None:
         if not is_due("transfer", identity[3]):
             write_state(target, identity, arrays)
             return
-        keeper = int(recovery_points.memory._path.split("/")[2])
+        keeper = int(recovery_points.memory._paths[0].split("/")[2])
         [other] = [one for one in titled(psutil.process_iter(), "ray::Keeper") if one.pid != keeper]
         other.suspend()
         write_state(target, identity, arrays)

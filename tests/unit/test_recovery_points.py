@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import os
 import pickle
 import struct
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -263,6 +265,43 @@ def test_the_automatic_interval_blocks_the_loop_for_a_hundredth_of_the_time(monk
             points.make(step, capture)
     assert points.plan(1e9) > points.plan(3600.0) >= 20, "of steps of 0.1 s"
     assert 20 <= points.plan(0.001) <= 25
+
+
+def test_a_state_is_overwritten_once_the_next_one_is_replicated_and_after_one_pause_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    points = _points(monkeypatch, memory)
+    slept: list[float] = []
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        slept.append(seconds)
+        if now[0] > replicated_at:
+            replicate(points._files[-1])
+
+    def replicate(file: memoryview) -> None:
+        file[TRANSFER_SECONDS_AT:HEADER_BYTES] = struct.pack("d", 0.01)
+
+    monkeypatch.setattr(
+        recovery_points, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], monotonic_ns=int)
+    )
+    replicated_at = math.inf
+    _make(points, *range(1, 9))
+    assert slept == [], "there is no other node"
+    replicate(points._files[-1])
+    _make(points, 9)
+    replicated_at = 1.0
+    _make(points, 10)
+    assert 1.0 < sum(slept) < 1.1
+    slept.clear()
+    replicated_at = math.inf
+    _make(points, 11)
+    assert 2.0 <= sum(slept) < 2.1
+    assert points.step == 11
+    _make(points, 12, 13)
+    assert sum(slept) < 2.1, "it pauses once"
 
 
 def test_points_are_not_made_faster_than_they_are_copied_to_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
