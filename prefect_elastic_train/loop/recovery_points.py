@@ -68,7 +68,7 @@ class StateHeader(NamedTuple):
         step: Optimizer steps that were done.
         world_size: The number of workers of the group.
         rank: The rank.
-        made_at: Time of the copy in nanoseconds, by the node's monotonic clock. It tells two states of a step apart.
+        made_at: Time of the copy in nanoseconds, by the node's monotonic clock. Two states of a step differ in it.
         arrays: Number of arrays, with the description.
         size: Bytes of the state.
     """

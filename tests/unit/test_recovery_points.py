@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import struct
+import subprocess
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from prefect_elastic_train.loop.recovery_points import (
 from prefect_elastic_train.loop.state import State, bytes_of
 from prefect_elastic_train.loop.training_session import _is_whole_in_memory
 from prefect_elastic_train.worker import recovery_memory
-from prefect_elastic_train.worker.recovery_memory import Keeper, open_file
+from prefect_elastic_train.worker.recovery_memory import Keeper, WorkerMemory, open_file
 
 IDENTITY = ("run", 1, 1, 7, 1, 0)
 
@@ -404,6 +405,32 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     assert newest.header.step == 3
     read = partial(there.read, newest.path)
     assert set(StateReader(newest.header, read)[0]) == {4}
+
+
+def test_a_worker_knows_that_its_keeper_or_its_raylet_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = _keeper()
+    handle = SimpleNamespace(reserve=SimpleNamespace(remote=keeper.reserve))
+    monkeypatch.setattr(recovery_memory.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(recovery_memory.ray, "get_actor", lambda *_: handle)
+    monkeypatch.setattr(recovery_memory.ray, "wait", lambda requests, timeout: (requests, []))
+    monkeypatch.setattr(recovery_memory.ray, "get", lambda value: value)
+    with subprocess.Popen(["sleep", "60"]) as raylet:
+        monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        one, other = (WorkerMemory(("run", 1, 1), rank, []) for rank in (0, 1))
+        assert not one.is_lost()
+        assert one.reserve(8192)
+        assert other.reserve(8192)
+        assert not one.is_lost()
+        keeper.free_before((1, 2))
+        gc.collect()
+        assert one.is_lost(), "its file is gone"
+        keeper._files.clear()
+        other._requested_at = 0.0
+        assert other.reserve(8192)
+        assert not other.is_lost()
+        raylet.kill()
+        os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+        assert other.is_lost(), "its raylet is a zombie"
 
 
 def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() -> None:
