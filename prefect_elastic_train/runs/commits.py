@@ -123,7 +123,7 @@ class CommitLog:
             manifest=self._list_files(snapshot),
         )
         self._run = RunDirectory(self._store, self._attempt)
-        while not self._store.create(layout.commit_name(*record.id), encode(record)):
+        while not self._store.create(layout.commit_name(record.id), encode(record)):
             record = record.model_copy(update={"sequence": record.sequence + 1})
         check_fence(self._store, self._attempt)
         if is_full:
@@ -134,7 +134,7 @@ class CommitLog:
         self._own[record.sequence] = self._full_sequence
         kept = [*self._own.items()][-_COMMITS_KEPT:]
         for sequence in self._own.keys() - {sequence for pair in kept for sequence in pair}:
-            self._store.delete(layout.commit_name(self._attempt, sequence))
+            self._store.delete(layout.commit_name((self._attempt, sequence)))
             del self._own[sequence]
         self.newest = record
 
@@ -203,7 +203,7 @@ def write_first_commit(store: RunStore, snapshot: dict[str, Any], manifest: dict
     An existing first commit is not changed.
     """
     record = CommitRecord(attempt=0, sequence=0, snapshot=snapshot, manifest=manifest)
-    store.create(layout.commit_name(*record.id), encode(record))
+    store.create(layout.commit_name(record.id), encode(record))
 
 
 def remove_leftovers(store: RunStore, attempt: int) -> list[str]:

@@ -26,9 +26,9 @@ def details_name(attempt: int) -> str:
     return f"{STATE_FOLDER}/logs/{attempt:04d}.log"
 
 
-def commit_name(attempt: int, sequence: int) -> str:
-    """Return the name of the object that holds a commit, from the number of its attempt and its own number."""
-    return f"{COMMITS}/{commit_label((attempt, sequence))}.json"
+def commit_name(commit: CommitId) -> str:
+    """Return the name of the object that holds a commit."""
+    return f"{COMMITS}/{commit_label(commit)}.json"
 
 
 def commit_label(commit: CommitId | None) -> str:

@@ -260,7 +260,7 @@ class RunDirectory:
         Raises:
             AttemptFailedError: The full commit is missing or torn; outcome ``invalid``.
         """
-        record = decode(CommitRecord, self.read(layout.commit_name(*commit)))
+        record = decode(CommitRecord, self.read(layout.commit_name(commit)))
         if not record or not snapshots.is_consistent(record.snapshot):
             return None
         if record.since:

@@ -261,9 +261,8 @@ def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
     file = folder / "job.zip"
     try:
         with ZipFile(file, "w", ZIP_DEFLATED) as archive:
-            for path in sorted(_PACKAGE.rglob("*")):
-                if path.is_file() and path.suffix != ".pyc":
-                    archive.write(path, path.relative_to(_PACKAGE.parent))
+            for path in sorted(_PACKAGE.rglob("*.py")):
+                archive.write(path, path.relative_to(_PACKAGE.parent))
             archive.writestr(f"{_PACKAGE.name}/{VERSION_FILE}", f"{__version__}\n")
             archive.writestr(f"{JOB_MODULE}/__main__.py", _ENTRY.format(python=PYTHON))
             archive.writestr(f"{JOB_MODULE}/__init__.py", "")

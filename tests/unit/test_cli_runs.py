@@ -204,7 +204,7 @@ def test_list_shows_the_state_of_each_run_and_prune_skips_what_may_be_trained(
 
 def test_list_shows_progress_and_checkpoints(storage: Storage) -> None:
     store = _trained(storage, checkpoints="ab")
-    at = json.loads(store.read(layout.commit_name(1, 2)))["at"]
+    at = json.loads(store.read(layout.commit_name((1, 2))))["at"]
     expected = {
         "uri": store.uri,
         "metrics": {"epoch": 1, "loss": 0.5},
@@ -312,7 +312,7 @@ def test_verify_shows_damage_and_what_a_resume_does_about_it(storage: Storage) -
     _interrupt_upload(_trained(storage, "other"), "epochs/4")
     storage.run("raw").create(layout.SNAPSHOT, b"of Ray Train alone")
     store.delete_folder("c")
-    tear(store, layout.commit_name(1, 4))
+    tear(store, layout.commit_name((1, 4)))
     before = _everything(storage)
     result = _run(f"verify {storage.uri} --json")
     found, other = json.loads(result.stdout)["runs"]
@@ -332,7 +332,7 @@ def test_a_run_without_any_commit_left_is_damaged_and_not_pruned(storage: Storag
     store = _over(storage)
     _interrupt_upload(store)
     for commit in RunDirectory(store).commit_ids:
-        store.delete(layout.commit_name(*commit))
+        store.delete(layout.commit_name(commit))
     assert "a resume is refused: no commit of" in _run(f"verify {storage.uri}").stdout
     before = _everything(storage)
     assert "skipped: mnist: no commit of" in _done(f"prune {storage.uri} --yes")

@@ -60,7 +60,7 @@ def test_five_commits_of_an_attempt_are_kept_and_a_controller_that_starts_again_
         for number in range(7):
             Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
     assert RunDirectory(store).commit_ids == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
-    assert len(json.loads(store.read(layout.commit_name(2, 7)))["manifest"]) == 14
+    assert len(json.loads(store.read(layout.commit_name((2, 7))))["manifest"]) == 14
 
 
 def test_a_manifest_says_what_was_committed_and_only_the_newest_is_listed_anew(store: RunStore) -> None:
@@ -130,7 +130,7 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(stor
         record = AttemptRecord(attempt=attempt, owner=claim().request.owner, base=base)
         store.create(layout.attempt_name(attempt), encode(record))
         for sequence in range(commits_of_attempt):
-            store.create(layout.commit_name(attempt, sequence + 1), b"{}")
+            store.create(layout.commit_name((attempt, sequence + 1)), b"{}")
     shared = [(2, 2), (2, 1), (1, 1)]
     lineages = {5: [(5, 1), *shared], 4: shared, 3: [(3, 2), (3, 1)], 2: [(2, 3), *shared], 1: [(1, 2), (1, 1)]}
     assert {attempt: list(RunDirectory(store, attempt).lineage) for attempt in lineages} == lineages

@@ -420,6 +420,6 @@ def test_a_restart_and_a_commit_cost_the_same_requests_however_many_checkpoints_
             Ray(store, attempt).start().report("more")
         needed.append(len(requests))
         # The commit may be large: a controller reads it once, also for the first commit.
-        asked = [requests[begun:].count(one) for one in (f"read {layout.commit_name(1, kept)}", "sizes more")]
+        asked = [requests[begun:].count(one) for one in (f"read {layout.commit_name((1, kept))}", "sizes more")]
         assert asked == [1, 1]
     assert needed[0] == needed[1] <= 40

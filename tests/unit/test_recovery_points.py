@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -407,30 +408,41 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     assert set(StateReader(newest.header, read)[0]) == {4}
 
 
+def _process_with_file() -> subprocess.Popen[str]:
+    """Start a process that holds a file in memory, and prints its descriptor."""
+    program = "import os, time; fd = os.memfd_create(''); os.truncate(fd, 8192); print(fd, flush=True); time.sleep(60)"
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process, and leave it as a zombie."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
 def test_a_worker_knows_that_its_keeper_or_its_raylet_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = _keeper()
-    handle = SimpleNamespace(reserve=SimpleNamespace(remote=keeper.reserve))
+    path = ""
+    handle = SimpleNamespace(reserve=SimpleNamespace(remote=lambda *_: path))
     monkeypatch.setattr(recovery_memory.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     monkeypatch.setattr(recovery_memory.ray, "get_actor", lambda *_: handle)
     monkeypatch.setattr(recovery_memory.ray, "wait", lambda requests, timeout: (requests, []))
     monkeypatch.setattr(recovery_memory.ray, "get", lambda value: value)
-    with subprocess.Popen(["sleep", "60"]) as raylet:
+    with _process_with_file() as keeper, _process_with_file() as another, subprocess.Popen(["sleep", "60"]) as raylet:
         monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
-        one, other = (WorkerMemory(("run", 1, 1), rank, []) for rank in (0, 1))
-        assert not one.is_lost()
-        assert one.reserve(8192)
-        assert other.reserve(8192)
-        assert not one.is_lost()
-        keeper.free_before((1, 2))
-        gc.collect()
-        assert one.is_lost(), "its file is gone"
-        keeper._files.clear()
-        other._requested_at = 0.0
-        assert other.reserve(8192)
-        assert not other.is_lost()
-        raylet.kill()
-        os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
-        assert other.is_lost(), "its raylet is a zombie"
+        memory = WorkerMemory(("run", 1, 1), 0, [])
+        assert not memory.is_lost()
+        for process in (keeper, another):
+            assert process.stdout
+            path = f"/proc/{process.pid}/fd/{process.stdout.readline().strip()}"
+            memory._requested_at = 0.0
+            assert memory.reserve(8192)
+            assert not memory.is_lost()
+            if process is keeper:
+                _kill(keeper)
+                assert memory.is_lost()
+        _kill(raylet)
+        assert memory.is_lost(), "its raylet is a zombie"
+        another.kill()
 
 
 def test_a_state_that_changes_after_its_checksums_were_computed_is_not_read() -> None:
@@ -522,6 +534,19 @@ def test_a_torch_state_trains_on_from_memory_as_if_nothing_had_happened() -> Non
     wide = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
     with pytest.raises(loop.StateMismatchError, match=r"model\.0\.weight"):
         _restored(loop.TorchState(**parts), loop.TorchState(model=wide))
+
+
+def test_tensors_are_restored_into_any_data_type_and_memory_layout() -> None:
+    saved = torch.nn.Linear(3, 4)
+    for data_type in (torch.float32, torch.bfloat16, torch.float64):
+        columns = torch.nn.Linear(3, 4, dtype=data_type)
+        columns.weight = torch.nn.Parameter(torch.empty(3, 4, dtype=data_type).T)
+        _restored(loop.TorchState(model=saved), loop.TorchState(model=columns))
+        assert torch.equal(columns.weight, saved.weight.to(data_type))
+        assert torch.equal(columns.bias, saved.bias.to(data_type))
+        rows = _restored(loop.TorchState(model=columns), loop.TorchState(model=torch.nn.Linear(3, 4, dtype=data_type)))
+        assert torch.equal(rows._modules["model"].bias, columns.bias)
+        assert torch.equal(rows._modules["model"].weight, columns.weight)
 
 
 def test_the_leaves_of_a_jax_state_are_restored_from_shards_of_any_sharding() -> None:

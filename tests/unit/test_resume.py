@@ -74,7 +74,7 @@ def _tear_inner_snapshot(store: RunStore, name: str) -> None:
 def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Training, damage: Any) -> None:
     folder = physical_name("d", 1)
     training.report(folder)
-    damage(store, layout.commit_name(1, 4))
+    damage(store, layout.commit_name((1, 4)))
     store.delete(layout.SNAPSHOT)
     assert remove_leftovers(store, 1) == [], "something was removed while nothing tells what is needed"
     begun = begin(store)
@@ -113,7 +113,7 @@ def test_the_only_whole_checkpoint_is_not_given_up_because_its_commit_is_torn(st
     for name in (first := physical_name("a", 1), physical_name("b", 1)):
         training.report(name)
     store.delete_folder(first)  # as Ray does
-    tear(store, layout.commit_name(1, 2))
+    tear(store, layout.commit_name((1, 2)))
     with pytest.raises(AttemptFailedError, match=r"no commit of .* with an intact checkpoint"):
         begin(store)
 
@@ -171,7 +171,7 @@ def _base(store: RunStore) -> None:
 @pytest.mark.parametrize(
     "trace",
     [
-        lambda store: store.create(layout.commit_name(1, 1), b""),
+        lambda store: store.create(layout.commit_name((1, 1)), b""),
         _base,
         _event,
         lambda store: _ray_wrote(store, "folder"),
@@ -193,7 +193,7 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
     store: RunStore, training: Training, lose: Any, has_mirror: bool
 ) -> None:
     for commit in RunDirectory(store).commit_ids:
-        lose(store, layout.commit_name(*commit))
+        lose(store, layout.commit_name(commit))
     _event(store)
     if not has_mirror:
         store.delete(layout.SNAPSHOT)

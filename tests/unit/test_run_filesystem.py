@@ -74,7 +74,7 @@ def test_a_worker_has_the_context_of_its_run_and_metrics_of_any_type_are_reporte
 
 def _listed(store: LocalRunStore, sequence: int) -> int:
     """Return the number of checkpoints in the own list of a commit of the first attempt."""
-    return len(json.loads(store.read(layout.commit_name(1, sequence)) or b"")["manifest"])
+    return len(json.loads(store.read(layout.commit_name((1, sequence))) or b"")["manifest"])
 
 
 def test_of_many_checkpoints_that_all_stay_a_commit_lists_what_was_added_and_the_next_attempt_finds_them_all(
@@ -133,7 +133,7 @@ def test_nothing_is_begun_or_removed_while_the_list_that_the_newest_commit_adds_
     for number in range(11):
         ray.report(physical_name("epoch", 2, report=number))
     assert RunDirectory(store).commit_ids[1:] == [(2, sequence) for sequence in (5, 7, 8, 9, 10, 11)]
-    lose(store, layout.commit_name(2, 5))
+    lose(store, layout.commit_name((2, 5)))
     words = r"commit 0002-000011 of .* adds to commit 5 of its attempt, which is torn or missing .* Nothing was changed"
     for look in (begin, lambda store: remove_leftovers(store, 2)):
         with pytest.raises(AttemptFailedError, match=words):
