@@ -123,7 +123,7 @@ class Run:
             self._write(layout.ended_name(attempt), encode(EndedRecord(attempt=attempt, outcome="driver_lost")))
             text = encode(commit.model_copy(update={"attempt": attempt}))
             for sequence in range(1, 6):
-                self._write(layout.commit_name(attempt, sequence), text)
+                self._write(layout.commit_name((attempt, sequence)), text)
             events = self._events(attempt, names if attempt == attempts else names[-1:])
             if attempt < attempts:
                 lines = "".join(f"{ev.encode_event(event)}\n" for event in events)

@@ -45,16 +45,17 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._keepers: dict[str, Any] = {}  # actors by node
         self.are_used = False
         self.restored_point: StateHeader | None = None
-        self._starts: Counter[StateHeader] = Counter()  # by recovery point
+        self._starts: Counter[StateHeader | None] = Counter()  # worker groups by recovery point
         self._workers: list[Any] = []
-        self._nodes: list[str] = []  # those of the workers, if their session makes recovery points
+        self._nodes: Counter[str] = Counter()  # those of the workers, if their session makes recovery points
         self._heartbeat_at = 0.0
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
+        self._starts[self.restored_point] += 1
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        self._nodes = []
+        self._nodes.clear()
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Record if a session makes recovery points, on all ranks."""
@@ -62,7 +63,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         made = [position.has_recovery_points for position in positions if position]
         self.are_used = all(made) if made else self.are_used
         if made and self.are_used and not self._nodes:
-            self._nodes = sorted({worker.metadata.node_id for worker in self._workers})
+            self._nodes.update(worker.metadata.node_id for worker in self._workers)
             self._heartbeat_at = 0.0
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -70,12 +71,15 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if time.monotonic() - self._heartbeat_at < _HEARTBEAT_SECONDS:
             return
         self._heartbeat_at = time.monotonic()
-        nodes = self._nodes
+        nodes = sorted(self._nodes)
         neighbors = dict(zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)) if len(nodes) > 1 else {}
         try:
+            if not self._workers:  # those of an earlier attempt, while this one waits for its first workers
+                self._keepers = dict(find_keepers(self._run_id))
             self._keepers |= {node_id: self._start(node_id) for node_id in nodes}
             for node_id, keeper in self._keepers.items():
-                keeper.heartbeat.remote(neighbors.get(node_id, ""))
+                ranks = max(self._nodes.values()) if node_id in neighbors else 0
+                keeper.heartbeat.remote(neighbors.get(node_id, ""), ranks)
         except Exception:
             logger.warning("Cannot start the keepers of recovery points; training goes on", exc_info=True)
 
@@ -104,12 +108,11 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if newest:
             age = age_of(newest.checkpoint)
             committed = (age.attempt, age.group, newest.latest["metrics"].get("step", 0))
-        states: list[StoredState] = []
+        point = None
         try:
-            states = self._list_states(committed)
+            states, point = self._list_states(committed)
         except Exception:
             logger.warning("Cannot read the recovery points; training continues from the checkpoint", exc_info=True)
-        point = self._newest(states, committed)
         if point and self._starts[point] >= _MAX_STARTS:
             logger.warning(
                 "%d worker groups have started from the recovery point of step %d; trying the checkpoint",
@@ -120,29 +123,30 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if not point:
             return []
         self.restored_point = point
-        self._starts[point] += 1
         self.free_before(point.attempt, point.group)
         return [
             [state for state in states if state.header[:6] == (*point[:5], rank)] for rank in range(point.world_size)
         ]
 
-    def _list_states(self, committed: tuple[int, int, int]) -> list[StoredState]:
-        """Return the states that the keepers hold. If there is a point, keepers that do not answer are left out."""
+    def _list_states(self, committed: tuple[int, int, int]) -> tuple[list[StoredState], StateHeader | None]:
+        """Return the states that the keepers hold, and the newest point among them.
+
+        If there is a point, keepers that do not answer are left out.
+        """
         self._keepers = dict(find_keepers(self._run_id))
         waiting = [keeper.states.remote() for keeper in self._keepers.values()]
         states: list[StoredState] = []
+        point = None
         deadline = time.monotonic() + _ANSWER_SECONDS
         while waiting and time.monotonic() < deadline:
             ready, waiting = ray.wait(waiting, timeout=_PAUSE_SECONDS)
             for reference in ready:
                 with suppress(ray.exceptions.RayError):  # its node was lost
                     states += ray.get(reference)
-            if not ready and self._newest(states, committed):
+            point = newest_point((state.header for state in states), self._run_id, committed)
+            if point and not ready:
                 break
-        return states
-
-    def _newest(self, states: list[StoredState], committed: tuple[int, int, int]) -> StateHeader | None:
-        return newest_point((state.header for state in states), self._run_id, committed)
+        return states, point
 
     def free_before(self, attempt: int, group: int) -> None:
         """Free the memory of all worker groups before one."""
@@ -152,12 +156,9 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
 def find_keepers(run_id: str) -> Iterator[tuple[str, Any]]:
     """Yield the node and the actor of each keeper of a run, also of those that an earlier attempt has started."""
-    prefix = keeper_name(run_id, "")
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        name = actor["name"]
-        if actor["namespace"] == NAMESPACE and name.startswith(prefix):
-            with suppress(ValueError):  # it has died
-                yield name.removeprefix(prefix), ray.get_actor(name, NAMESPACE)
+    for node in ray.nodes():
+        with suppress(ValueError):  # there is none
+            yield node["NodeID"], ray.get_actor(keeper_name(run_id, node["NodeID"]), NAMESPACE)
 
 
 def stop_keepers(run_id: str) -> None:

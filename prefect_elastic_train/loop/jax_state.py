@@ -163,7 +163,7 @@ class _Leaf:
             known += shard.size
         if known < whole.size:
             raise RecoveryPointError(
-                "the sharding has changed since the recovery point: other processes have parts of it"
+                "the sharding has changed since the recovery point: this process needs shards of others"
             )
         return whole[index]
 

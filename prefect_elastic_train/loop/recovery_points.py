@@ -1,4 +1,4 @@
-"""Recovery points: checkpoints in memory, every few steps, which outlive the processes of the workers.
+"""Recovery points: copies of the state, every few steps, in memory that outlives the worker processes.
 
 A recovery point has the state of each rank after a step. A restarted worker group continues from the newest point of
 which the states of all ranks can be read, if it is newer than the newest committed checkpoint. This module has the
@@ -30,18 +30,19 @@ threads = ThreadPoolExecutor(4, "recovery points")
 
 #: Largest share of the training time for which ``"auto"`` lets recovery points block the loop.
 _MAX_BLOCKED = 0.01
-#: Shortest interval, as a multiple of the time in which a point is copied to another node. If some ranks are slower
-#: than rank 0, by up to this factor, the copies of all ranks still have a step in common.
-_TRANSFERS = 1.5
+#: Shortest interval, as a multiple of the time in which rank 0's state is replicated. The replicas of ranks that are
+#: slower by up to this factor still have a step in common.
+_INTERVAL_PER_TRANSFER = 1.5
 #: Files of a rank: one has a complete state while the other is written.
 FILES = 2
 #: Pause of a worker whose keeper or raylet has died, or whose last state is not replicated. If a node is failing, Ray
-#: ends the worker group meanwhile, so that it takes no steps that no keeper holds.
+#: stops the worker group during the pause, before it does steps that would be lost.
 _LOST_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 _MAGIC = b"elastic\3"  # the first bytes of a complete state
 HEADER_BYTES = 4096
-#: Position in the header of the seconds that a copy to another node has taken, as a float64; 0: there is none yet.
+#: Offset in the header of the seconds in which the states of a node are replicated, as a float64. Negative: this state
+#: was overwritten meanwhile. 0: it is not replicated yet.
 TRANSFER_SECONDS_AT = HEADER_BYTES - 8
 _ALIGNMENT = 64
 _CHUNK_BYTES = 2**22  # copied by one thread at once
@@ -186,7 +187,7 @@ class StateReader(Sequence[ByteArray]):
         """Compute the checksum of each array. Return the checksum table as bytes, and its offset in the state."""
         checksums = [self._read_with_checksum(number)[1] for number in range(self._header.arrays)]
         table = np.array([self._header.made_at, *checksums], np.uint64)
-        return table.tobytes(), _checksum_table_at(len(checksums))
+        return table.tobytes(), HEADER_BYTES + 8 * len(checksums)
 
     @cached_property
     def _lengths_and_checksums(self) -> tuple[list[int], list[int]]:
@@ -226,13 +227,11 @@ def _aligned(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def _checksum_table_at(count: int) -> int:
-    """Return the offset of the checksum table: ``made_at`` of the state that it is for, and the checksums."""
-    return HEADER_BYTES + 8 * count
-
-
 def _first_array(count: int) -> int:
-    """Return the offset of the first array, after the header, the lengths and the checksum table."""
+    """Return the offset of the first array, after the header, the lengths and the checksum table.
+
+    The table has ``made_at`` of the state that it is for, and the checksums.
+    """
     return HEADER_BYTES + _aligned(8 * (2 * count + 1))
 
 
@@ -243,6 +242,7 @@ class RecoveryPoints:
         interval: Number of steps from one to the next; ``"auto"``; or ``"off"``.
 
     Attributes:
+        memory: The memory, which outlives this process. None: recovery points are off.
         every: The current interval in steps; 0: no recovery points are made.
         seconds: Seconds for which the last one blocked the loop.
         step: Step of the last one; 0: there is none, or no memory for the next one.
@@ -251,10 +251,10 @@ class RecoveryPoints:
     def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
         if interval not in ("auto", "off") and not (isinstance(interval, int) and interval >= 1):
             raise ValueError(f'recovery_points={interval!r}: give a number of steps, "auto" or "off"')
-        self._memory = memory if interval != "off" else None
+        self.memory = memory if interval != "off" else None
         self._is_auto = interval == "auto"
         self._shortest = interval if isinstance(interval, int) else 1
-        self.every = self._shortest if self._memory else 0
+        self.every = self._shortest if self.memory else 0
         self.seconds = 0.0
         self.step = 0
         self._size_and_rank = (world_size, rank)
@@ -263,61 +263,53 @@ class RecoveryPoints:
         self._step_seconds = math.inf  # the shortest time of a step between two points
         self._made_at = 0.0
 
-    @property
-    def is_on(self) -> bool:
-        """True unless recovery points are off."""
-        return self._memory is not None
-
-    def read_restored(self) -> list[StateReader]:
-        """Return the states of the recovery point to restore, by rank; empty: there is none."""
-        states: list[StateReader] = self._memory.read_restored() if self._memory else []
-        return states
-
     def plan(self, between_failures_seconds: float) -> int:
         """Return the interval in steps from now on. Rank 0 decides it for all ranks."""
-        if self._memory is None:
+        if self.memory is None:
             return 0
-        seconds = _TRANSFERS * min(filter(None, self._transfers()), default=0.0)
+        seconds = _INTERVAL_PER_TRANSFER * min(filter(None, map(abs, self._transfers())), default=0.0)
         if self._is_auto and self.seconds:
             seconds = max(seconds, best_interval(self.seconds, between_failures_seconds), self.seconds / _MAX_BLOCKED)
         return max(self._shortest, math.ceil(seconds / self._step_seconds))
 
     def _transfers(self) -> list[float]:
-        """Return the seconds that it took to copy the state in each file to another node."""
+        """Return the seconds in the header of each file that the replication has taken."""
         return [float(np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0]) for file in self._files]
 
     def turn_off(self, reason: str) -> None:
         """Make no more recovery points, and log the reason."""
-        if self._memory is not None:
+        if self.memory is not None:
             logger.warning("Recovery points in memory are off, and restarts continue from checkpoints: %s", reason)
-        self._memory = None
+        self.memory = None
         self.step = 0
 
     def make(self, step: int, capture: Callable[[], RankState]) -> None:
-        """Copy the state after a step into memory, in place of the recovery point before the last.
+        """Copy the state after a step into the file with the older state, or the state of the same step into its own.
 
-        If that is not possible, log it, and make no more recovery points. Training goes on.
+        Skip the step while the memory is being allocated. On an error, log it, and make no more recovery points.
 
         Args:
             step: Optimizer steps that are done.
             capture: Function that returns the state.
         """
-        if self._memory is None:
+        if self.memory is None:
             return
         try:
-            if self._files and self._memory.is_lost():
+            if self._files and self.memory.is_lost():
                 self._files = []
                 self.step = 0
                 logger.warning(
-                    "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced"
+                    "The keeper of recovery points or the raylet has died; "
+                    "restarts continue from checkpoints until there is a new one"
                 )
                 time.sleep(_LOST_SECONDS)
-            began = time.monotonic()
-            # The state before the last is overwritten once the last one has a replica, too, if it has one itself.
-            while 0.0 in self._transfers()[1:] and any(self._transfers()) and time.monotonic() < began + _LOST_SECONDS:
+            deadline = time.monotonic() + _LOST_SECONDS
+            # Do not overwrite the only replicated state: wait for the replica of the newer one.
+            while sum(self._transfers()[-1:]) <= 0 < max(self._transfers(), default=0) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+            began = time.monotonic()
             if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
-                target = self._memory.reserve(self._needed)
+                target = self.memory.reserve(self._needed)
                 if target is None:
                     self.step = 0
                     return
@@ -332,7 +324,7 @@ class RecoveryPoints:
                 self._files.append(self._files.pop(0))
             elif size > len(self._files[-1]):
                 return
-            write_state(self._files[-1], (*self._memory.group_id, step, *self._size_and_rank), arrays)
+            write_state(self._files[-1], (*self.memory.group_id, step, *self._size_and_rank), arrays)
         except Exception as error:  # noqa: BLE001 - too little memory, or a state that cannot be pickled
             self.turn_off(str(error))
             return

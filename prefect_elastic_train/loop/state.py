@@ -83,8 +83,8 @@ class State(Protocol):
     def capture(self) -> RankState:
         """Return this rank's share of the loop's state, which the session copies for a recovery point in memory.
 
-        The session calls it on all ranks, but not for the same steps, so it must not communicate. There are recovery
-        points only if one class defines this method, :meth:`restore`, :meth:`stage` and :meth:`read`.
+        The session calls it on all ranks, but not for the same steps, so it must not run collectives. There are
+        recovery points only if one class defines this method, :meth:`restore`, :meth:`stage` and :meth:`read`.
         """
 
     def restore(self, states: list[RankState], own: int) -> None:

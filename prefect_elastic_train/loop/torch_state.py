@@ -129,7 +129,7 @@ class TorchState(State):
     def capture(self) -> RankState:
         """Return this rank's shards: torch's plan for writing them, and their bytes."""
         if any(FullyShardedDataParallel.fsdp_modules(module) for module in self._modules.values()):
-            raise TypeError("a state_dict() of FullyShardedDataParallel communicates; use fully_shard")
+            raise TypeError("FullyShardedDataParallel.state_dict() runs collectives; use fully_shard (FSDP2)")
         planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(self._state_dict(to_save=True), is_coordinator=True)
         plan = planner.create_local_plan()
@@ -208,7 +208,7 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
 
     Args:
         states: The plan and the bytes of each rank.
-        own: Index of the state to use for values that several have.
+        own: Index of the state to use for values that several states have.
     """
 
     def __init__(self, states: list[RankState], own: int) -> None:
@@ -228,7 +228,9 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
         tensors = [value for value in planner.state_dict.values() if isinstance(value, torch.Tensor)]
         wanted = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in tensors)
         if sum(math.prod(item.lengths) for item in plan.items if item.type is LoadItemType.TENSOR) < wanted:
-            raise RecoveryPointError("the sharding has changed since the recovery point: other ranks have parts of it")
+            raise RecoveryPointError(
+                "the sharding has changed since the recovery point: this rank needs shards of others"
+            )
 
         def read_item(item: Any) -> None:
             written, arrays, number = self._values[item.storage_index]

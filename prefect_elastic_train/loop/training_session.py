@@ -206,7 +206,8 @@ class Session(AbstractContextManager["Session"]):
         remove_abandoned_folders()
         seed_everything(seed, 0, self._share[0])  # ranks with the same samples get the same random numbers
         checkpoint = self._ray and self._ray.get_checkpoint()
-        states = self.recovery_points.read_restored()
+        memory = self.recovery_points.memory
+        states = memory.read_restored() if memory else []
         if states:
             self._restore_point(states)
         elif checkpoint:
@@ -215,14 +216,14 @@ class Session(AbstractContextManager["Session"]):
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
         self._entered_at = time.time()
-        # Time of the next report. After a restore from memory, it and a save come some seconds later.
+        # Time of the next report. After a restore from memory, the first report and save are due some seconds later.
         self._report_at = time.monotonic() + _REPORT_SECONDS[0] * bool(states)
         self._save_at = self._report_at if states else math.inf
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
         current = self
-        if states:  # the step of a required save is saved now, if rank 0 has it as one
+        if states:  # repeat a required save now, if the restored step is one on rank 0
             self._is_open = True
             self._must_save = self._must_report = self._is_required
             self._close_step()
@@ -569,7 +570,7 @@ class Session(AbstractContextManager["Session"]):
 def _is_whole_in_memory(state: type) -> bool:
     """Return True if the most derived class that defines one of the four methods of a state defines all of them.
 
-    A subclass that overrides how a state is saved may not override how it is kept in memory.
+    Otherwise a subclass could change how a state is saved, but not how it is captured.
     """
     methods = {"stage", "read", "capture", "restore"}
     return methods <= next(vars(base).keys() for base in state.__mro__ if methods & vars(base).keys())

@@ -54,7 +54,7 @@ def is_performance_metric(name: str) -> bool:
 
 def largest_difference(first: Arrays, second: Arrays) -> Difference:
     """Return the largest relative difference of an array or number that two checkpoints or reports both have."""
-    sizes = _sizes(first, second, _largest)
+    sizes = _sizes(first, second, lambda values: np.max(np.abs(values), initial=0.0))
     return max((Difference(_ratio(*sizes[name]), name) for name in sizes), default=Difference(0.0, ""))
 
 
@@ -89,10 +89,6 @@ def _sizes(first: Arrays, second: Arrays, measure: Callable[[Any], Any]) -> dict
                 difference = float(measure(left[differ] - right[differ]))
             sizes[name] = (difference, max(float(measure(value[np.isfinite(value)])) for value in (left, right)))
     return sizes
-
-
-def _largest(values: Any) -> Any:
-    return np.max(np.abs(values), initial=0.0)
 
 
 def _ratio(difference: float, value: float) -> float:

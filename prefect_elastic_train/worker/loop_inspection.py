@@ -109,7 +109,7 @@ def session_position() -> Position | None:
         session.began_from,
         session.done,
         session.most_workers,
-        session.recovery_points.is_on,
+        session.recovery_points.memory is not None,
         session.held_for,
     )
 

@@ -21,6 +21,7 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
@@ -41,7 +42,7 @@ from prefect_elastic_train.loop.recovery_points import (
 NAMESPACE = "elastic-train"
 #: Seconds for which a keeper lives without a controller: for the delays between attempts, and for a resume by hand.
 _EXIT_AFTER_SECONDS = 900.0
-#: Seconds for which a keeper waits for the end of workers that may still write a state.
+#: Seconds for which a keeper waits for workers to exit that still map a file for writing.
 _WRITER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _REPLICATE_SECONDS = 0.005  # between two checks for a new state
@@ -119,14 +120,21 @@ class Keeper:
         self._files: dict[str, _File] = {}  # by path
         self._lock = threading.Lock()
         self._neighbor = ""
-        self._failures = 0  # transfers in a row that have failed
+        self._ranks = 0
+        self._failures: Counter[int] = Counter()  # transfers in a row that have failed, by rank
         self._heard_at = time.monotonic()
         threading.Thread(target=self._replicate, daemon=True).start()
 
-    def heartbeat(self, neighbor: str) -> None:
-        """Record that a controller still needs this keeper, and the node to replicate to; empty: none."""
+    def heartbeat(self, neighbor: str, ranks: int) -> None:
+        """Record that a controller still needs this keeper.
+
+        Args:
+            neighbor: The node to replicate to; empty: none.
+            ranks: Largest number of ranks on a node, whose states are sent one after the other; 0: no neighbor.
+        """
         self._heard_at = time.monotonic()
         self._neighbor = neighbor
+        self._ranks = ranks
 
     def reserve(self, group: tuple[int, int], rank: int, size: int, is_replica: bool = False) -> str:
         """Allocate a file for the state of a rank. If the rank has two files, free the one with the older state.
@@ -143,15 +151,18 @@ class Keeper:
             paths = [path for path, file in self._files.items() if file[:3] == (group, rank, is_replica)]
             if len(paths) >= FILES:
                 del self._files[min(paths, key=lambda path: self._files[path].step)]
-            used = sum(len(file.memory) for file in self._files.values() if file.is_replica or not is_replica)
-            limit = self._limit / 2 if is_replica else self._limit  # the states of this node come first
+            used = sum(len(file.memory) for file in self._files.values())
+            replicas = sum(len(file.memory) for file in self._files.values() if file.is_replica)
+            # The states of this node come first.
+            is_full = used + size > self._limit or (is_replica and replicas + size > self._limit / 2)
             free = int(_USABLE * self._total) - get_used_memory()
-            if used + size > limit or size > free:
+            if is_full or size > free:
                 if any(file.group < group for file in self._files.values()):
                     return ""
                 raise MemoryError(
-                    f"a file of {size:,} bytes does not fit: recovery points use {used:,} bytes of this node, of at "
-                    f"most {limit:,.0f} (recovery_memory_fraction), and {free:,} are free"
+                    f"a file of {size:,} bytes does not fit: recovery points use {used:,} of at most "
+                    f"{self._limit:,.0f} bytes (recovery_memory_fraction, of which half for replicas), and "
+                    f"{free:,} bytes are left of the node's memory"
                 )
             file = os.fdopen(os.memfd_create("recovery-point", os.MFD_ALLOW_SEALING), "r+b", buffering=0)
             os.posix_fallocate(file.fileno(), 0, size)  # so that the first copy is as fast as the later ones
@@ -162,7 +173,7 @@ class Keeper:
     def states(self) -> list[StoredState]:
         """Return the complete states that no process can change any more.
 
-        A file that a worker may still write is waited for, since the worker may be about to end, and then left out.
+        Wait up to 5 s in all for workers that still map a file for writing to exit, and then leave these files out.
         """
         self._heard_at = time.monotonic()
         deadline = time.monotonic() + _WRITER_SECONDS
@@ -187,15 +198,18 @@ class Keeper:
             path: The file; empty: a new one.
             start: Position of the bytes.
             data: The bytes.
-            is_whole: True if the state is complete with them.
+            is_whole: True for the last bytes of a state, if it was not overwritten meanwhile.
 
         Returns:
             The path of the file.
         """
-        path = path or self.reserve((header.attempt, header.group), header.rank, header.size, is_replica=True)
+        group = (header.attempt, header.group)
+        path = path or self.reserve(group, header.rank, header.size, is_replica=True)
         if not path:
             raise MemoryError("earlier worker groups use the memory")
         file = self._files[path]
+        if file[:3] != (group, header.rank, True):  # the file was freed, and another one has its descriptor
+            raise MemoryError("the worker group has ended")
         file.write(data, start)
         if is_whole:
             file.write(header.encode(), 0)
@@ -216,29 +230,27 @@ class Keeper:
         os._exit(0)
 
     def _process_new(self, done: dict[int, StateHeader]) -> None:
-        """Compute the checksums of each rank's newest state, and send it to the neighbor, if that was not done."""
-        newest: dict[int, _File] = {}
+        """Compute the checksums of each new state of this node's ranks, and send it to the neighbor."""
         for file in [*self._files.values()]:
             header = None if file.is_replica else read_header(file.memory)
-            if header and header > done.get(file.rank, ()):
-                done[file.rank] = header
-                newest[file.rank] = file
-        began = time.monotonic()
-        for rank, file in newest.items():
+            if not header or header <= done.get(file.rank, ()):
+                continue
+            done[file.rank] = header
+            began = time.monotonic()
             try:
-                self._process(done[rank], file)
-                self._failures = 0
+                is_whole = self._process(header, file)
             except Exception as error:  # noqa: BLE001 - a lost node, too little memory there, or an ended group
-                self._failures += 1
-                if self._failures == _MAX_FAILURES:
+                self._failures[file.rank] += 1
+                if self._failures[file.rank] == _MAX_FAILURES:
                     logger.warning("Cannot copy recovery points to another node: %s", getattr(error, "cause", error))
-        seconds = struct.pack("d", time.monotonic() - began if self._neighbor and not self._failures else 0.0)
-        for file in newest.values():
-            with suppress(OSError):  # the worker group has ended, and the file is read-only
-                file.write(seconds, TRANSFER_SECONDS_AT)
+            else:
+                self._failures[file.rank] = 0
+                seconds = self._ranks * (time.monotonic() - began)
+                with suppress(OSError):  # the worker group has ended, and the file is read-only
+                    file.write(struct.pack("d", seconds if is_whole else -seconds), TRANSFER_SECONDS_AT)
 
-    def _process(self, header: StateHeader, file: _File) -> None:
-        """Compute the checksums of a state, and send it. If it is overwritten meanwhile, it has no complete replica."""
+    def _process(self, header: StateHeader, file: _File) -> bool:
+        """Compute the checksums of a state, and send it. Return False if it was overwritten meanwhile."""
         memory = file.memory
         with suppress(RecoveryPointError, OSError):  # it is overwritten already, or the worker group has ended
             table = StateReader(header, lambda start, stop: memory[start:stop]).compute_checksum_table()
@@ -248,10 +260,12 @@ class Keeper:
         target = ""
         for start, stop in _chunks(HEADER_BYTES, header.size) if neighbor else ():
             data = bytes(memory[start:stop])
-            is_whole = stop == header.size and read_header(memory) == header
+            if read_header(memory) != header:
+                return False
             keeper = ray.get_actor(keeper_name(self._run_id, neighbor), NAMESPACE)
-            request = keeper.write_replica.remote(header, target, start, data, is_whole)
+            request = keeper.write_replica.remote(header, target, start, data, stop == header.size)
             target = ray.get(request, timeout=_TRANSFER_SECONDS)
+        return read_header(memory) == header
 
 
 def _forbid_writes(file: FileIO) -> bool:

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train import loop
+from prefect_elastic_train.controller.keepers import Keepers
 from prefect_elastic_train.loop import jax_state, recovery_points
 from prefect_elastic_train.loop.recovery_points import (
     HEADER_BYTES,
@@ -39,7 +40,7 @@ from prefect_elastic_train.loop.recovery_points import (
 from prefect_elastic_train.loop.state import State, bytes_of
 from prefect_elastic_train.loop.training_session import _is_whole_in_memory
 from prefect_elastic_train.worker import recovery_memory
-from prefect_elastic_train.worker.recovery_memory import Keeper, WorkerMemory, open_file
+from prefect_elastic_train.worker.recovery_memory import Keeper, StoredState, WorkerMemory, open_file
 
 IDENTITY = ("run", 1, 1, 7, 1, 0)
 
@@ -236,9 +237,10 @@ def test_a_state_that_does_not_fit_is_logged_once_and_a_lost_keeper_is_replaced(
     assert _steps(memory)[-1] == 7
     memory.free = 10
     _make(points, 8, 9, size=10**6)
-    assert not points.is_on
+    assert points.memory is None
     assert [record.getMessage() for record in caplog.records] == [
-        "The keeper of recovery points has died; restarts continue from checkpoints until it is replaced",
+        "The keeper of recovery points or the raylet has died; "
+        "restarts continue from checkpoints until there is a new one",
         "Recovery points in memory are off, and restarts continue from checkpoints: too little",
     ]
 
@@ -248,7 +250,7 @@ def test_a_state_that_cannot_be_pickled_turns_them_off_and_training_goes_on(
 ) -> None:
     points = _points(monkeypatch, Memory())
     points.make(1, lambda: (lambda: None, []))
-    assert not points.is_on
+    assert points.memory is None
     assert "pickle" in caplog.text
 
 
@@ -306,7 +308,10 @@ def test_a_state_is_overwritten_once_the_next_one_is_replicated_and_after_one_pa
     assert sum(slept) < 2.1, "it pauses once"
 
 
-def test_points_are_not_made_faster_than_they_are_copied_to_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_points_are_not_made_faster_than_they_are_copied_to_another_node(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
     now = [0.0]
     monkeypatch.setattr(recovery_points.time, "monotonic", lambda: now[0])
     memory = Memory()
@@ -315,7 +320,7 @@ def test_points_are_not_made_faster_than_they_are_copied_to_another_node(monkeyp
         now[0] += 0.125
         _make(points, step)
     assert points.plan(3600.0) == 1
-    memory.files[0][TRANSFER_SECONDS_AT:HEADER_BYTES] = struct.pack("d", 1.0)
+    memory.files[0][TRANSFER_SECONDS_AT:HEADER_BYTES] = struct.pack("d", seconds)
     assert points.plan(3600.0) == 12, "1.5 times 8 steps"
 
 
@@ -362,7 +367,7 @@ def test_a_keeper_lists_only_states_that_nobody_can_change_and_frees_older_ones(
 
 def test_a_keeper_gives_no_more_than_its_share_of_the_memory() -> None:
     keeper = _keeper(fraction=1e-9)
-    with pytest.raises(MemoryError, match=r"use 0 bytes of this node, of at most \d+ \(recovery_memory_fraction\)"):
+    with pytest.raises(MemoryError, match=r"use 0 of at most \d+ bytes \(recovery_memory_fraction"):
         keeper.reserve((1, 1), 0, 10**6)
     keeper._limit = 10_000
     _write(keeper, 1)
@@ -384,16 +389,21 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
     monkeypatch.setattr(recovery_memory, "_CHUNK_BYTES", 1000)
     path = here.reserve((1, 1), 0, 10**5)
     source = open_file(path, write=True)
-    here._neighbor = "there"
+    here.heartbeat("there", 2)
     done: dict[int, StateHeader] = {}
 
     def fill(step: int, value: int) -> None:
         arrays = [_bytes(step), np.full(50_000, value, np.uint8)]
         write_state(source, _identity(step=step), arrays)
 
+    def seconds() -> float:
+        return float(np.frombuffer(source, np.float64, 1, TRANSFER_SECONDS_AT)[0])
+
     for step, value in [(1, 1), (2, 2), (3, 3), (3, 4)]:  # the last one is the second of a step
         fill(step, value)
+        assert seconds() == 0
         here._process_new(done)
+        assert seconds() > 0
     fill(4, 5)
 
     def overtaken(*call: Any) -> str:
@@ -402,6 +412,7 @@ def test_a_state_reaches_the_keeper_of_another_node_whole_or_not_at_all(monkeypa
 
     handle.write_replica = Remote(overtaken)  # type: ignore[attr-defined]
     here._process_new(done)
+    assert seconds() < 0, "the transfer was longer than the interval, and there is no replica"
     [newest] = there.states()  # that of 3 before was replaced by a part of 4
     assert newest.header.step == 3
     read = partial(there.read, newest.path)
@@ -418,6 +429,77 @@ def _kill(process: subprocess.Popen[str]) -> None:
     """Kill a process, and leave it as a zombie."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_the_time_of_a_replication_is_that_of_all_ranks_on_a_node_and_a_rank_whose_state_does_not_fit_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = _keeper()
+    keeper.heartbeat("there", 4)
+    files = [open_file(keeper.reserve((1, 1), rank, 8192), write=True) for rank in range(2)]
+    now = [0.0]
+    monkeypatch.setattr(recovery_memory, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def process(header: StateHeader, file: Any) -> bool:
+        now[0] += 0.5
+        if header.rank == 0:
+            raise MemoryError("a file of 8,192 bytes does not fit")
+        return True
+
+    monkeypatch.setattr(keeper, "_process", process)
+    done: dict[int, StateHeader] = {}
+    for step in range(1, 4):
+        for rank, file in enumerate(files):
+            write_state(file, ("run", 1, 1, step, 2, rank), [_bytes(rank)])
+        keeper._process_new(done)
+    assert [np.frombuffer(file, np.float64, 1, TRANSFER_SECONDS_AT)[0] for file in files] == [0.0, 2.0]
+    assert caplog.messages == ["Cannot copy recovery points to another node: a file of 8,192 bytes does not fit"]
+
+
+def test_late_bytes_of_a_replica_are_not_written_into_a_file_that_has_the_descriptor_of_theirs() -> None:
+    keeper = _keeper()
+    header = StateHeader(*_identity(), 1, 1, 8192)
+    path = keeper.write_replica(header, "", HEADER_BYTES, b"1", False)
+    keeper.free_before((1, 9))
+    # As if the kernel had given the same descriptor again.
+    keeper._files[path] = keeper._files.pop(keeper.reserve((1, 9), 0, 8192))
+    with pytest.raises(MemoryError, match="the worker group has ended"):
+        keeper.write_replica(header, path, HEADER_BYTES, b"2", True)
+    assert bytes(keeper.read(path, 0, 8192)) == bytes(8192)
+
+
+def test_replicas_use_at_most_half_of_the_memory_and_only_what_is_left() -> None:
+    keeper = _keeper()
+    keeper._limit = 40_000
+    header = StateHeader(*_identity(), 1, 1, 8192)
+    for step in (1, 2):
+        keeper.write_replica(header._replace(step=step), "", HEADER_BYTES, b"1", True)
+    with pytest.raises(MemoryError, match=r"use 16,384 of at most 40,000 bytes"):
+        keeper.write_replica(header._replace(rank=1), "", HEADER_BYTES, b"1", True)
+    for rank in (2, 3):
+        assert keeper.reserve((1, 1), rank, 8192)
+    keeper._limit = 60_000
+    with pytest.raises(MemoryError, match=r"use 32,768 of at most 60,000 bytes"):
+        keeper.reserve((1, 1), 1, 27_240)
+    keeper.reserve((1, 1), 4, 20_480)
+    with pytest.raises(MemoryError, match=r"use 53,248 of at most 60,000 bytes"):
+        keeper.write_replica(header._replace(rank=1), "", HEADER_BYTES, b"1", True)
+
+
+def test_a_point_is_given_up_after_three_worker_groups_that_trained_from_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keepers = Keepers("run", 0.3)
+    header = StateHeader(*IDENTITY, 1, 1, 8192)
+    states = [StoredState(header, "node", "path")]
+    monkeypatch.setattr(keepers, "_list_states", lambda committed: (states, header))
+    for _ in range(3):
+        for _ in range(2):  # the first group finds no resources, and never starts
+            assert keepers.newest_states(None) == [states]
+        keepers.after_worker_group_training_start(SimpleNamespace(get_workers=list))
+    keepers.restored_point = None
+    assert keepers.newest_states(None) == []
+    assert caplog.messages == ["3 worker groups have started from the recovery point of step 7; trying the checkpoint"]
 
 
 def test_a_worker_knows_that_its_keeper_or_its_raylet_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
