@@ -42,6 +42,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         if permanent_reason(failures.values()):
             return FailureDecision.RAISE
         if state.keepers.restored_point and not state.loops.has_stepped:
+            state.keepers.failures[state.keepers.restored_point] += 1
             return FailureDecision.RETRY
         counting = state.budget.record_failure(state.is_preempted)
         config = self.failure_config

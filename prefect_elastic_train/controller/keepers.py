@@ -22,7 +22,7 @@ from prefect_elastic_train.worker.recovery_memory import NAMESPACE, Keeper, Stor
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_SECONDS = 10.0
-_MAX_STARTS = 3  # worker groups that start from one recovery point, which may be damaged
+_MAX_FAILURES = 3  # worker groups that may fail at one recovery point, which may be damaged
 _ANSWER_SECONDS = 8.0  # timeout of all answers, longer than a keeper waits for the end of workers
 _PAUSE_SECONDS = 0.5  # wait for a further answer when there is a complete recovery point
 
@@ -37,6 +37,7 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     Attributes:
         are_used: True if the session of the newest worker group makes recovery points.
         restored_point: The recovery point from which the worker group starts; None: a checkpoint.
+        failures: Worker groups that have failed before their first step, by the recovery point.
     """
 
     def __init__(self, run_id: str, memory_fraction: float) -> None:
@@ -45,14 +46,13 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._keepers: dict[str, Any] = {}  # actors by node
         self.are_used = False
         self.restored_point: StateHeader | None = None
-        self._starts: Counter[StateHeader | None] = Counter()  # worker groups by recovery point
+        self.failures: Counter[StateHeader] = Counter()
         self._workers: list[Any] = []
         self._nodes: Counter[str] = Counter()  # those of the workers, if their session makes recovery points
         self._heartbeat_at = 0.0
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
-        self._starts[self.restored_point] += 1
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._nodes.clear()
@@ -61,8 +61,9 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         """Record if a session makes recovery points, on all ranks."""
         positions = [getattr(status, "position", None) for status in worker_group_status.worker_statuses.values()]
         made = [position.has_recovery_points for position in positions if position]
-        self.are_used = all(made) if made else self.are_used
-        if made and self.are_used and not self._nodes:
+        if made:
+            self.are_used = all(made)
+        if self.are_used and not self._nodes:
             self._nodes.update(worker.metadata.node_id for worker in self._workers)
             self._heartbeat_at = 0.0
 
@@ -106,17 +107,16 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         """
         committed = (0, 0, 0)
         if newest:
-            age = age_of(newest.checkpoint)
-            committed = (age.attempt, age.group, newest.latest["metrics"].get("step", 0))
+            committed = (*age_of(newest.checkpoint)[:2], newest.latest["metrics"].get("step", 0))
         point = None
         try:
             states, point = self._list_states(committed)
         except Exception:
             logger.warning("Cannot read the recovery points; training continues from the checkpoint", exc_info=True)
-        if point and self._starts[point] >= _MAX_STARTS:
+        if point and self.failures[point] >= _MAX_FAILURES:
             logger.warning(
-                "%d worker groups have started from the recovery point of step %d; trying the checkpoint",
-                _MAX_STARTS,
+                "%d worker groups have failed at the recovery point of step %d; trying the checkpoint",
+                _MAX_FAILURES,
                 point.step,
             )
             point = None

@@ -303,17 +303,17 @@ class RecoveryPoints:
                     "restarts continue from checkpoints until there is a new one"
                 )
                 time.sleep(_LOST_SECONDS)
-            deadline = time.monotonic() + _LOST_SECONDS
-            # Do not overwrite the only replicated state: wait for the replica of the newer one.
-            while sum(self._transfers()[-1:]) <= 0 < max(self._transfers(), default=0) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-            began = time.monotonic()
             if self._needed and (len(self._files) < FILES or len(self._files[0]) < self._needed):
                 target = self.memory.reserve(self._needed)
                 if target is None:
                     self.step = 0
                     return
                 self._files = [target, *self._files[-1:]]
+            deadline = time.monotonic() + _LOST_SECONDS * (step != self.step)
+            # Do not overwrite the only replicated state: wait for the replica of the newer one.
+            while sum(self._transfers()[-1:]) <= 0 < max(self._transfers(), default=0) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            began = time.monotonic()
             description, captured = capture()
             arrays = [np.frombuffer(pickle.dumps(description), np.uint8), *captured]
             size = state_size(arrays)

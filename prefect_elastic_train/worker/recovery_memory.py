@@ -28,6 +28,7 @@ from io import FileIO
 from typing import Any, NamedTuple
 
 import ray
+from ray._private.utils import get_system_memory, get_used_memory
 
 from prefect_elastic_train.loop.recovery_points import (
     FILES,
@@ -111,8 +112,6 @@ class Keeper:
     """
 
     def __init__(self, run_id: str, node_id: str, memory_fraction: float) -> None:
-        from ray._private.utils import get_system_memory
-
         self._run_id = run_id
         self._node_id = node_id
         self._total = get_system_memory()
@@ -145,8 +144,6 @@ class Keeper:
         Raises:
             MemoryError: There is not so much memory.
         """
-        from ray._private.utils import get_used_memory
-
         with self._lock:
             paths = [path for path, file in self._files.items() if file[:3] == (group, rank, is_replica)]
             if len(paths) >= FILES:
@@ -203,7 +200,7 @@ class Keeper:
         Returns:
             The path of the file.
         """
-        group = (header.attempt, header.group)
+        group = header[1:3]
         path = path or self.reserve(group, header.rank, header.size, is_replica=True)
         if not path:
             raise MemoryError("earlier worker groups use the memory")
@@ -231,8 +228,11 @@ class Keeper:
 
     def _process_new(self, done: dict[int, StateHeader]) -> None:
         """Compute the checksums of each new state of this node's ranks, and send it to the neighbor."""
-        for file in [*self._files.values()]:
-            header = None if file.is_replica else read_header(file.memory)
+        for path in [*self._files]:
+            file = self._files.get(path)  # it may be freed meanwhile
+            if not file or file.is_replica:
+                continue
+            header = read_header(file.memory)
             if not header or header <= done.get(file.rank, ()):
                 continue
             done[file.rank] = header

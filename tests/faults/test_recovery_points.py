@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.clusters import ElasticCluster
 from tests.support.processes import Start, read_ledger, titled, wait_for
+from tests.support.session_loops import same_weights
 from tests.support.session_training import STEPS, SessionTraining
 
 GPUS = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 2}
@@ -41,7 +42,7 @@ def test_a_killed_worker_driver_and_node_cost_a_step_each_and_nothing_is_left(
 
 
 @pytest.mark.full
-def test_a_worker_that_dies_in_a_copy_a_seal_a_transfer_or_a_restore_costs_a_step(
+def test_deaths_in_a_copy_a_seal_a_transfer_or_a_restore_cost_a_step_and_leave_the_bits_as_they_would_be(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
     cluster.add_gpu(), cluster.add_gpu()
@@ -51,8 +52,17 @@ def test_a_worker_that_dies_in_a_copy_a_seal_a_transfer_or_a_restore_costs_a_ste
     marks = [training.ledger.with_name(f"{training.ledger.name}.{place}") for place in deaths]
     training.flow.wait_for(lambda: all(mark.exists() for mark in marks), 240, "all deaths")
     training.group(2)
-    assert training.end(attempts=1, worker_failures=4) == [2] * 5
-    assert len(_redone(training)) <= 4, _redone(training)
+    cluster.add_gpu()  # a spare node
+    two = training.group(2, dead=[training.flow.living_driver().pid])
+    cluster.remove(two[1]["node"])
+    training.group(2)
+    assert training.end(attempts=2, worker_failures=5) == [2] * 7
+    assert len(_redone(training)) <= 6, _redone(training)
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    undisturbed = SessionTraining(start, folder, "torch", GPUS, True, cluster=cluster.block, name="undisturbed")
+    undisturbed.end(attempts=1, worker_failures=0)
+    assert same_weights(training.weights, undisturbed.weights)
 
 
 @pytest.mark.full

@@ -32,11 +32,11 @@ class SessionTraining:
         dies_within: dict[str, int] | None = None,
         **more: Any,
     ) -> None:
-        self.ledger, self._weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
+        self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
         self._slow.touch()
         self._loop = {"torch": torch_loop, "jax": jax_loop}[framework]
         self._config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": save_every}
-        files = {"ledger": str(self.ledger), "weights": str(self._weights), "slow": str(self._slow), "sleep": 0.2}
+        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": 0.2}
         disturbed = files | {"recovery_points": recovery_points, "dies_within": dies_within or {}}
         self.flow: FlowProcess = start(
             loop=f"tests.support.session_loops:{self._loop.__name__}",
@@ -69,7 +69,7 @@ class SessionTraining:
         """Let it go, check how it ended, and return the sizes of its worker groups.
 
         Each sample counts once, also by the ledger of the run itself, and the weights are those of one worker that
-        nobody disturbs.
+        nobody disturbs: bit for bit if there was never more than one.
         """
         self._slow.unlink()
         result = self.flow.completed(300)
@@ -78,7 +78,8 @@ class SessionTraining:
         assert problems(self.ledger, STEPS, LENGTH) == []
         check = check_samples(RunDirectory(LocalRunStore(str(self.flow.run))))
         assert (check.steps, check.samples, check.wrong, check.exact) == (STEPS, STEPS * GLOBAL_BATCH, [], True)
-        undisturbed = self._weights.with_name("undisturbed.npz")
+        undisturbed = self.weights.with_name("undisturbed.npz")
         self._loop({**self._config, "weights": str(undisturbed)})
-        assert same_weights(self._weights, undisturbed, relative=1e-5)
-        return [change["size"] for change in result["world_sizes"]]
+        sizes = [change["size"] for change in result["world_sizes"]]
+        assert same_weights(self.weights, undisturbed, relative=1e-5 if max(sizes) > 1 else 0.0)
+        return sizes

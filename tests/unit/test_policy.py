@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,7 @@ class State(SimpleNamespace):
             commits=SimpleNamespace(newest="a commit"),
             loops=LoopWatch(FailureSettings(), lambda event: None),
             standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
-            keepers=SimpleNamespace(restored_point=None),
+            keepers=SimpleNamespace(restored_point=None, failures=Counter()),
             publish=self.waiting.append,
         )
 
@@ -518,6 +519,7 @@ def test_a_group_that_fails_before_its_first_step_from_a_recovery_point_does_not
     failure = WorkerGroupError("a rank failed", {0: RecoveryPointError("damaged")})
     state.keepers.restored_point = StateHeader("run", 1, 1, 7, 1, 0, 0, 0, 0)
     assert failure_policy.make_decision(failure) is FailureDecision.RETRY
+    assert state.keepers.failures == {state.keepers.restored_point: 1}, "with three, the checkpoint is restored"
     state.loops.has_stepped = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE
 

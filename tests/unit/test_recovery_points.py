@@ -486,20 +486,20 @@ def test_replicas_use_at_most_half_of_the_memory_and_only_what_is_left() -> None
         keeper.write_replica(header._replace(rank=1), "", HEADER_BYTES, b"1", True)
 
 
-def test_a_point_is_given_up_after_three_worker_groups_that_trained_from_it(
+def test_a_point_is_given_up_after_three_failures_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keepers = Keepers("run", 0.3)
     header = StateHeader(*IDENTITY, 1, 1, 8192)
     states = [StoredState(header, "node", "path")]
     monkeypatch.setattr(keepers, "_list_states", lambda committed: (states, header))
-    for _ in range(3):
-        for _ in range(2):  # the first group finds no resources, and never starts
-            assert keepers.newest_states(None) == [states]
-        keepers.after_worker_group_training_start(SimpleNamespace(get_workers=list))
+    for _ in range(9):  # groups that find no resources, and never start
+        assert keepers.newest_states(None) == [states]
+    keepers.failures[header] = 3
     keepers.restored_point = None
     assert keepers.newest_states(None) == []
-    assert caplog.messages == ["3 worker groups have started from the recovery point of step 7; trying the checkpoint"]
+    assert keepers.restored_point is None
+    assert caplog.messages == ["3 worker groups have failed at the recovery point of step 7; trying the checkpoint"]
 
 
 def test_a_worker_knows_that_its_keeper_or_its_raylet_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
