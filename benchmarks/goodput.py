@@ -61,13 +61,17 @@ class Sample:
     Attributes:
         goodput: Share of the wall time that its steps take at least, from the start of the process; 0 if it failed.
         redone: Steps of rank 0 that were done again.
-        pause: The longest time without a step that had not been done before, in seconds.
+        start: Seconds from the start of the process to the end of the first step.
+        paused: Seconds in all pauses of more than a second between two new steps.
+        pause: The longest of them.
         kills: How many processes were killed.
         is_right: Whether the weights are those of an undisturbed training, and all workers have done each step.
     """
 
     goodput: float
     redone: int
+    start: float
+    paused: float
     pause: float
     kills: int
     is_right: bool
@@ -117,6 +121,8 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
         return Sample(
             goodput=steps * STEP_SECONDS / wall,
             redone=len(lines) - furthest,
+            start=gaps[0],
+            paused=sum(gap for gap in gaps[1:] if gap > 1),
             pause=max(gaps[1:]),
             kills=kills,
             is_right=furthest == steps
@@ -172,7 +178,9 @@ def main() -> int:
                 except SideFailedError as error:
                     failed += 1
                     print(f"# {repeat + 1}/{arguments.repeats} {side.name} failed: {error}", flush=True)
-                    sample = Sample(goodput=0.0, redone=0, pause=math.inf, kills=0, is_right=False)
+                    sample = Sample(
+                        goodput=0.0, redone=0, start=math.inf, paused=0.0, pause=math.inf, kills=0, is_right=False
+                    )
                 samples[side.name].append(sample)
                 print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
     print(f"\n{machine_lines('benchmarks.goodput', load_before)}\n")
@@ -187,13 +195,25 @@ def main() -> int:
             summary([one.goodput for one in taken], 3),
             summary([one.kills for one in taken], 0),
             summary([one.redone for one in taken], 0),
+            summary([one.start for one in taken], 1),
+            summary([one.paused for one in taken], 1),
             summary([one.pause for one in taken], 1),
             str(sum(not one.is_right for one in taken)),
         ]
         for side in chosen
         for taken in [samples[side.name]]
     ]
-    heads = ["side", "runs", "goodput", "kills", "steps redone", "longest pause [s]", "wrong results"]
+    heads = [
+        "side",
+        "runs",
+        "goodput",
+        "kills",
+        "steps redone",
+        "to the first step [s]",
+        "pauses [s]",
+        "longest pause [s]",
+        "wrong results",
+    ]
     print(markdown_table(heads, rows))
     print("\nTargets:")
     print("\n".join(targets(samples, arguments.mean)))
