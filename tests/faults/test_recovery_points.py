@@ -53,7 +53,7 @@ def test_deaths_in_a_copy_a_seal_a_transfer_or_a_restore_cost_a_step_and_leave_t
     training.flow.wait_for(lambda: all(mark.exists() for mark in marks), 240, "all deaths")
     training.group(2)
     cluster.add_gpu()  # a spare node
-    two = training.group(2, dead=[training.flow.living_driver().pid])
+    two = training.group(2, dead=[training.flow.living_driver().pid], steps=40)  # a new node has a keeper by then
     cluster.remove(two[1]["node"])
     training.group(2)
     assert training.end(attempts=2, worker_failures=5) == [2] * 7
