@@ -306,6 +306,10 @@ def test_a_state_is_overwritten_once_the_next_one_is_replicated_and_after_one_pa
     assert points.step == 11
     _make(points, 12, 13)
     assert sum(slept) < 2.1, "it pauses once"
+    slept.clear()
+    replicate(points._files[0])
+    _make(points, 13)
+    assert slept == [], "a state of the same step overwrites no replicated one"
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
