@@ -61,6 +61,7 @@ class Sample:
     Attributes:
         goodput: Share of the wall time that its steps take at least, from the start of the process; 0 if it failed.
         redone: Steps of rank 0 that were done again.
+        step: Median time between two steps without a pause, in seconds.
         start: Seconds from the start of the process to the end of the first step.
         paused: Seconds in all pauses of more than a second between two new steps.
         pause: The longest of them.
@@ -70,6 +71,7 @@ class Sample:
 
     goodput: float
     redone: int
+    step: float
     start: float
     paused: float
     pause: float
@@ -99,7 +101,7 @@ def kill(run: SideRun, side: Side, fault: PlannedFault) -> bool:
 
 def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int) -> Sample:
     """Run a side to its end under the schedule of a seed."""
-    loop = LoopSettings(steps=steps, step_seconds=STEP_SECONDS, checkpoint_every=CHECKPOINT_EVERY)
+    loop = LoopSettings(steps=steps, step_seconds=STEP_SECONDS, checkpoint_every=CHECKPOINT_EVERY, chooses=True)
     most = PATIENCE * steps * STEP_SECONDS
     with workbench.run(side, loop, restart_forever=not side.needs_prefect, failures=FAILURES) as run:
         kills, due = 0, run.started
@@ -121,6 +123,7 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
         return Sample(
             goodput=steps * STEP_SECONDS / wall,
             redone=len(lines) - furthest,
+            step=statistics.median(gaps[1:]),
             start=gaps[0],
             paused=sum(gap for gap in gaps[1:] if gap > 1),
             pause=max(gaps[1:]),
@@ -150,6 +153,13 @@ def targets(samples: dict[str, list[Sample]], mean: float) -> list[str]:
             ratio = medians[OURS.name] / medians[side.name]
             verdict = "PASS" if ratio >= limit else "FAIL"
             lines.append(f"- goodput, ours to {side.name}: ratio {ratio:.3f} (>= {limit:g}): {verdict}")
+    if OURS_POINTS.name in medians:
+        ours, torchrun = medians[OURS_POINTS.name], medians.get(TORCHRUN.name)
+        lines.append(f"- goodput, {OURS_POINTS.name}: {ours:.3f} (>= 0.93): {'PASS' if ours >= 0.93 else 'FAIL'}")
+        if torchrun is not None:
+            above = ours - torchrun
+            verdict = "PASS" if above >= 0.08 else "FAIL"
+            lines.append(f"- goodput, {OURS_POINTS.name} above {TORCHRUN.name}: {above:.3f} (>= 0.08): {verdict}")
     wrong = sum(not one.is_right for one in samples[OURS.name])
     return [*lines, f"- wrong results of ours: {wrong} (0): {'FAIL' if wrong else 'PASS'}"]
 
@@ -179,7 +189,14 @@ def main() -> int:
                     failed += 1
                     print(f"# {repeat + 1}/{arguments.repeats} {side.name} failed: {error}", flush=True)
                     sample = Sample(
-                        goodput=0.0, redone=0, start=math.inf, paused=0.0, pause=math.inf, kills=0, is_right=False
+                        goodput=0.0,
+                        redone=0,
+                        step=math.inf,
+                        start=math.inf,
+                        paused=0.0,
+                        pause=math.inf,
+                        kills=0,
+                        is_right=False,
                     )
                 samples[side.name].append(sample)
                 print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
@@ -195,6 +212,7 @@ def main() -> int:
             summary([one.goodput for one in taken], 3),
             summary([one.kills for one in taken], 0),
             summary([one.redone for one in taken], 0),
+            summary([one.step for one in taken], 4),
             summary([one.start for one in taken], 1),
             summary([one.paused for one in taken], 1),
             summary([one.pause for one in taken], 1),
@@ -209,6 +227,7 @@ def main() -> int:
         "goodput",
         "kills",
         "steps redone",
+        "a step [s]",
         "to the first step [s]",
         "pauses [s]",
         "longest pause [s]",

@@ -34,6 +34,7 @@ class LoopSettings:
         work_seconds: Processor time that each step takes besides, in seconds; in Ray Train loops.
         lines_per_second: Lines of output of a run that is only simulated.
         upload_seconds: Time by which each upload of a checkpoint takes longer; in the loop with a session.
+        chooses: The loop with a session computes its intervals of checkpoints and recovery points itself.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
@@ -45,6 +46,7 @@ class LoopSettings:
     work_seconds: float = 0.0
     lines_per_second: float = 0.0
     upload_seconds: float = 0.0
+    chooses: bool = False
     ledger: str = ""
 
     def steps_after_checkpoint(self, step: int) -> int:
@@ -168,7 +170,7 @@ def ray_loop(config: dict[str, Any]) -> None:
 
 
 def session_loop(config: dict[str, Any]) -> None:
-    """The loop with a session, which makes a recovery point at each step besides the checkpoints.
+    """The loop with a session, which makes a recovery point at each step besides the checkpoints, unless it `chooses`.
 
     Args:
         config: `LoopSettings` as a dictionary.
@@ -194,8 +196,13 @@ def session_loop(config: dict[str, Any]) -> None:
     model, optimizer = _model_and_optimizer()
     wrapped = prepare_model(model)
     state = loop.TorchState(model=wrapped, optimizer=optimizer)
-    plan = {"steps": settings.steps, "global_batch": WORKERS, "save_every": settings.checkpoint_every}
-    with loop.session(state, **plan, recovery_points=1) as session:
+    with loop.session(
+        state,
+        steps=settings.steps,
+        global_batch=WORKERS,
+        save_every="auto" if settings.chooses else settings.checkpoint_every,
+        recovery_points="auto" if settings.chooses else 1,
+    ) as session:
         ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), session.done)
         for _ in session.batches(np.arange(1000)):
             loss = _train_step(wrapped, optimizer, settings.step_seconds)

@@ -227,6 +227,9 @@ def main() -> int:
         default=0.0,
         help="by which each upload of ours-points takes longer (default: 0)",
     )
+    parser.add_argument(
+        "--peer-repeats", type=int, help="runs of raw Ray Train and torchrun (default: as of the others)"
+    )
     arguments = parse_arguments((__doc__ or "").splitlines()[0], ROWS, parser)
     every: int = arguments.checkpoint_every
     if every < 1:
@@ -240,8 +243,12 @@ def main() -> int:
     load_before = os.getloadavg()[0]
     warm_up()
     with Workbench(with_prefect=any(side.needs_prefect for side in chosen)) as workbench:
-        for repeat, phase in enumerate(phases(arguments.repeats, every)):
+        for repeat in range(arguments.repeats):
             for side in rotated(chosen, repeat):
+                repeats = arguments.repeats if side.needs_prefect else arguments.peer_repeats or arguments.repeats
+                if repeat >= repeats:
+                    continue
+                phase = phases(repeats, every)[repeat]
                 progress = f"# {repeat + 1}/{arguments.repeats}"
                 try:
                     for case, sample in measure(workbench, side, cases[side], phase, every, arguments.upload_seconds):
