@@ -34,7 +34,7 @@ class LoopSettings:
         work_seconds: Processor time that each step takes besides, in seconds; in Ray Train loops.
         lines_per_second: Lines of output of a run that is only simulated.
         upload_seconds: Time by which each upload of a checkpoint takes longer; in the loop with a session.
-        chooses: The loop with a session computes its intervals of checkpoints and recovery points itself.
+        points_every: Steps from one recovery point to the next; in the loop with a session.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
@@ -46,7 +46,7 @@ class LoopSettings:
     work_seconds: float = 0.0
     lines_per_second: float = 0.0
     upload_seconds: float = 0.0
-    chooses: bool = False
+    points_every: int = 1
     ledger: str = ""
 
     def steps_after_checkpoint(self, step: int) -> int:
@@ -170,7 +170,7 @@ def ray_loop(config: dict[str, Any]) -> None:
 
 
 def session_loop(config: dict[str, Any]) -> None:
-    """The loop with a session, which makes a recovery point at each step besides the checkpoints, unless it `chooses`.
+    """The loop with a session, which makes recovery points besides the checkpoints.
 
     Args:
         config: `LoopSettings` as a dictionary.
@@ -200,8 +200,8 @@ def session_loop(config: dict[str, Any]) -> None:
         state,
         steps=settings.steps,
         global_batch=WORKERS,
-        save_every="auto" if settings.chooses else settings.checkpoint_every,
-        recovery_points="auto" if settings.chooses else 1,
+        save_every=settings.checkpoint_every,
+        recovery_points=settings.points_every,
     ) as session:
         ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), session.done)
         for _ in session.batches(np.arange(1000)):
