@@ -1,9 +1,9 @@
 """How much of the wall time counts while things die: `python -m benchmarks.goodput`.
 
 The same training under the same seeded schedule of kills: elastic_train; the same with a session and recovery points
-every half second, which lets it write fewer checkpoints; raw Ray Train in a shell loop that starts it again; elastic torchrun in the same shell loop. A worker or the driver is
-killed (torchrun: its agent), by a Poisson process. A kill without a living target is left out, and no kill waits for a
-recovery.
+every half second, which lets it write fewer checkpoints; raw Ray Train in a shell loop that starts it again; elastic
+torchrun in the same shell loop. A worker or the driver is killed (torchrun: its agent), by a Poisson process. A kill
+without a living target is left out, and no kill waits for a recovery.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def main() -> int:
                 print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
     print(f"\n{machine_lines('benchmarks.goodput', load_before)}\n")
     print(
-        f"{steps} steps of {STEP_SECONDS} s by {WORKERS} workers, a checkpoint every {CHECKPOINT_EVERY}, {OURS_POINTS.name} every "
-        f"{CHECKPOINT_EVERY_WITH_POINTS} and a recovery point every {POINTS_EVERY}; a kill every "
-        f"{arguments.mean:g} s on average. Median (min–max) of up to {arguments.repeats} runs.\n"
+        f"{steps} steps of {STEP_SECONDS} s by {WORKERS} workers, a checkpoint every {CHECKPOINT_EVERY}, "
+        f"{OURS_POINTS.name} every {CHECKPOINT_EVERY_WITH_POINTS} and a recovery point every {POINTS_EVERY}; "
+        f"a kill every {arguments.mean:g} s on average. Median (min–max) of up to {arguments.repeats} runs.\n"
     )
     rows = [
         [
