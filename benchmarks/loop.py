@@ -4,7 +4,8 @@
 `points`: how long a recovery point blocks it, compared with a plain copy of the state, and steps a second with and
 without.
 `restore`: seconds that a session takes to restore a recovery point after a kill, and the checkpoint files it reads.
-`overhead`: steps a second with a session's batches and step, to a loop written by hand. `cadence`: the share of time
+`overhead`: steps a second with a session's batches and step, to a loop written by hand. `shards`: the time of a step
+of two workers with shards, to that of DistributedDataParallel. `cadence`: the share of time
 that is kept with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings
 whose worker is killed again and again.
 """
@@ -30,13 +31,14 @@ from prefect_elastic_train import loop
 from tests.support.s3 import FaultProxy, MotoServer
 
 MIB = 2**20
-PARTS = ("blocked", "points", "restore", "overhead", "cadence", "run")
+PARTS = ("blocked", "points", "restore", "overhead", "shards", "cadence", "run")
 SIZES = (100 * MIB, 1024 * MIB)
 SAVES = 5
 POINTS, WARM_POINTS = 20, 10
 #: For the step rate: seconds between recovery points, bytes of the state, and steps.
 POINT_STEP_SECONDS, POINT_BYTES, POINT_STEPS = 0.3, 16 * MIB, 100
 OVERHEAD_STEPS, OVERHEAD_ROUNDS = 50, 60
+SHARDS, SHARD_WORKERS, SHARD_BATCH, SHARD_STEPS, SHARD_ROUNDS = 16, 2, 128, 5, 12
 #: Simulated: mean time between failures and seconds that a save takes; and what a restart takes.
 FAILURES, COSTS, RESTART_SECONDS = (300, 1800, 7200, 86400), (1, 5, 20, 60, 120), 30.0
 SEEDS, WEEK = 4, 7 * 86400.0
@@ -174,6 +176,78 @@ def overhead_loop(config: dict[str, Any]) -> None:
     Path(config["results"]).write_text(json.dumps({name: rounds[1:] for name, rounds in found.items()}))
 
 
+def _shard_model(kind: str) -> tuple[Any, Any]:
+    """A network and its input: convolutions, with few weights for what they compute, or large linear layers."""
+    import torch
+
+    torch.manual_seed(0)
+    if kind == "linear":
+        hidden = [torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+        return torch.nn.Sequential(*hidden, torch.nn.Linear(1024, 10)), torch.randn(4096, 256)
+    layers: list[Any] = [torch.nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(4):
+        layers += [torch.nn.BatchNorm2d(32), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, padding=1)]
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32 * 256, 10)), torch.randn(1024, 3, 16, 16)
+
+
+def shards_loop(config: dict[str, Any]) -> None:
+    """Take steps with DistributedDataParallel and with shards, in turn, and write the seconds of each round."""
+    import ray.train
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    rank = ray.train.get_context().get_world_rank()
+    targets = torch.randint(0, 10, (4096,))
+
+    def loss_of(model: Any, samples: Any, labels: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(samples), labels)
+
+    def with_ddp(parts: int) -> Iterator[None]:
+        model, inputs = _shard_model(config["model"])
+        wrapped, optimizer = DistributedDataParallel(model), torch.optim.Adam(model.parameters())
+        size = SHARD_BATCH // SHARD_WORKERS // parts
+        while True:
+            for _ in range(SHARD_STEPS):
+                optimizer.zero_grad()
+                order = torch.randperm(len(inputs))[: size * parts].split(size)
+                with wrapped.no_sync():
+                    for part in order[:-1]:
+                        (loss_of(wrapped, inputs[part], targets[part]) / parts).backward()
+                (loss_of(wrapped, inputs[order[-1]], targets[order[-1]]) / parts).backward()
+                optimizer.step()
+            yield
+
+    def with_shards() -> Iterator[None]:
+        model, inputs = _shard_model(config["model"])
+        optimizer = torch.optim.Adam(model.parameters())
+        plan = {"steps": SHARD_STEPS * (SHARD_ROUNDS + 2), "global_batch": SHARD_BATCH, "shards": SHARDS}
+        state = loop.TorchState(model=model, optimizer=optimizer)
+        with loop.session(state, save_every="10000s", **plan) as session:
+            for samples, labels in session.batches((inputs, targets[: len(inputs)])):
+                session.backward(loss_of(model, samples, labels) * session.weight)
+                if not session.is_last_part:
+                    continue
+                optimizer.step()
+                session.step()
+                if session.done % SHARD_STEPS == 0:
+                    yield
+
+    sides = {
+        "shards": with_shards(),
+        "DDP, micro-batches": with_ddp(SHARDS // SHARD_WORKERS),
+        "DDP, one batch": with_ddp(1),
+    }
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(SHARD_ROUNDS + 1):
+        for name in list(sides)[:: 1 if repeat % 2 else -1]:
+            began = time.monotonic()
+            next(sides[name])
+            found[name].append((time.monotonic() - began) / SHARD_STEPS)
+    if rank == 0:
+        Path(config["results"]).write_text(json.dumps({name: rounds[1:] for name, rounds in found.items()}))
+
+
 def killed_loop(config: dict[str, Any]) -> None:
     """Take steps for a while, and be killed again and again; write what was done when the time was over."""
     model = _model(config["bytes"])
@@ -213,7 +287,7 @@ def _train_here(config: dict[str, Any]) -> None:
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     run = RunConfig(name="run", storage_path=config["storage"], failure_config=FailureConfig(max_failures=-1))
-    scaling = ScalingConfig(num_workers=1)
+    scaling = ScalingConfig(num_workers=config.get("workers", 1))
     TorchTrainer(globals()[config["loop"]], train_loop_config=config, scaling_config=scaling, run_config=run).fit()
     ray.shutdown()
 
@@ -320,6 +394,20 @@ def measure_overhead(repeats: int) -> list[str]:
             found[name] += [1000 * seconds / OVERHEAD_STEPS for seconds in rounds]
     print(markdown_table(["loop", "ms a step"], [[name, summary(each, 3)] for name, each in found.items()]))
     return [ratio_target("a step [ms]", found["session"], found["by hand"], limit=1.02)]
+
+
+def measure_shards(repeats: int) -> list[str]:
+    """Print the time of steps with shards and with DistributedDataParallel, and return the targets."""
+    rows, targets = [], []
+    for model in ("convolutions", "linear"):
+        found: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            for name, rounds in train("shards_loop", model=model, workers=SHARD_WORKERS).items():
+                found.setdefault(name, []).extend(1000 * seconds for seconds in rounds)
+        rows += [[model, name, summary(each, 1)] for name, each in found.items()]
+        targets.append(ratio_target(f"a step [ms], {model}", found["shards"], found["DDP, micro-batches"], limit=1.05))
+    print(markdown_table(["model", "loop", "ms a step"], rows))
+    return targets
 
 
 def kept_share(interval: Callable[[loop.Cadence], float], between: float, cost: float, seed: int) -> float:

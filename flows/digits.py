@@ -213,13 +213,13 @@ def build_model() -> "torch.nn.Module":
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel, with a checkpoint after each epoch (a Ray Train loop).
 
-    An interrupted training ends with the same weights: on CPUs bit for bit, if the number of workers is the same. The
-    session restores the state and divides each global batch, and the shift of an image depends only on seed, epoch and
-    image.
+    An interrupted training ends with the same weights: on CPUs bit for bit, if the number of workers is the same, or
+    at any number of workers with `shards`. The session restores the state and divides each global batch, and the shift
+    of an image depends only on seed, epoch and image.
 
     Args:
-        config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers)
-            and `learning_rate`.
+        config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers),
+            `learning_rate`, and `shards` of a batch (default: 0, none).
     """
     import numpy as np
     import ray.train.torch
@@ -228,20 +228,24 @@ def train_loop(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(config["seed"])
     images, labels = read_images(config["train_path"])
-    model = ray.train.torch.prepare_model(build_model())
-    optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
     device = ray.train.torch.get_device()
+    shards = config.get("shards", 0)
+    # With shards, the session sums the gradients itself.
+    model = build_model().to(device) if shards else ray.train.torch.prepare_model(build_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
     state = loop.TorchState(model=model, optimizer=optimizer)
     per_epoch = math.ceil(len(images) / config["batch_size"])
     plan = {"steps": config["epochs"] * per_epoch, "global_batch": config["batch_size"], "seed": config["seed"]}
-    with loop.session(state, save_every=per_epoch, **plan) as session:
+    with loop.session(state, save_every=per_epoch, shards=shards, **plan) as session:
         for pixels, digits in session.batches((images, labels)):
             random = np.random.default_rng((config["seed"], session.epoch))
             shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
             logits = model(torch.tensor(shift_pixels(pixels, shifts, images.min()), device=device))
             loss = torch.nn.functional.cross_entropy(logits, torch.tensor(digits, device=device))
             optimizer.zero_grad()
-            (loss * session.weight).backward()  # the workers' gradients are averaged
+            session.backward(loss * session.weight)  # the gradients of all workers are averaged
+            if not session.is_last_part:
+                continue
             optimizer.step()
             metrics = {"loss": loss}
             if (session.done + 1) % per_epoch == 0:
@@ -365,6 +369,7 @@ def confusion_picture(confusion: "np.ndarray") -> str:
 def digits(
     epochs: Annotated[int, Field(ge=1, le=1000)] = 12,
     seed: Annotated[int, Field(ge=0)] = 0,
+    shards: Annotated[int, Field(ge=0)] = 0,
     data_dir: str = DEFAULT_DATA_DIRECTORY,
     storage: Storage = DEFAULT_STORAGE,
     scaling: ElasticScaling = DEFAULT_SCALING,
@@ -376,6 +381,8 @@ def digits(
     Args:
         epochs: Passes over the training images; 12 give a test accuracy of about 0.99.
         seed: Seed of the initial weights, the order of the images and their shifts.
+        shards: Parts of each batch of 64 images, such as 8: then the weights are the same at any number of workers, bit
+            for bit. 0: no shards.
         data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
         storage: Storage of the run and its checkpoints.
         scaling: Number of workers, and their resources.
@@ -394,6 +401,7 @@ def digits(
             "seed": seed,
             "batch_size": 64,
             "learning_rate": 0.002,
+            "shards": shards,
         },
         framework="torch",
         scaling=scaling,

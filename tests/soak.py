@@ -71,14 +71,16 @@ class Episode:
     """One training and what is done to it."""
 
     def __init__(
-        self, seed: int, folder: Path, url: str, proxy: FaultProxy, moto: MotoServer, stack: ExitStack
+        self, seed: int, folder: Path, url: str, proxy: FaultProxy, moto: MotoServer, stack: ExitStack, loop: str = ""
     ) -> None:
         self._chance = chance = random.Random(seed)
         self.seed, self._folder, self._url, self._api, self._stack = seed, folder, url, proxy, stack
         self.arena = chance.choice([*KINDS])
         self.faults = [*islice(poisson(KINDS[self.arena], seed, MEAN_SECONDS), chance.randint(10, 16))]
         self.played: list[str] = []
-        self._loop: Callable[[dict[str, Any]], None] = chance.choice([torch_loop, torch_loop, torch_loop, jax_loop])
+        loops = {"torch": torch_loop, "shards": torch_loop, "jax": jax_loop}
+        kind = loop or chance.choice(["torch", "torch", "shards", "jax"])
+        self._loop: Callable[[dict[str, Any]], None] = loops[kind]
         self._ledger, self._weights, self._slow = (folder / one for one in ("ledger.jsonl", "weights.npz", "slow"))
         self._slow.touch()
         # JAX wants as many rows of each process, of which there may be four.
@@ -96,6 +98,8 @@ class Episode:
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
             "recovery_points": chance.choice([1, 1, 5, "auto"]),
         }
+        if kind == "shards":  # with dropout, since nothing may depend on the number of workers
+            self.config |= {"shards": 8, "micro_batch": 0, "dropout": 0.1}
         # One save is uploaded while the next steps are done. Where saves come often the report of the one before may
         # still wait for the controller, which looks each 0.1 s; a bucket in trouble keeps that with the commit of a
         # third one.
@@ -284,7 +288,7 @@ class Episode:
         yield from lost_commits(lines, commits) if commits else ["no commit is on record"]
         undisturbed = self._weights.with_name("undisturbed.npz")
         self._loop({**self.config, "weights": str(undisturbed)})
-        if not same_weights(self._weights, undisturbed, relative=1e-5):
+        if not same_weights(self._weights, undisturbed, relative=0.0 if "shards" in self.config else 1e-5):
             yield "the weights are not the undisturbed training's"
 
         def left() -> list[psutil.Process]:
@@ -301,20 +305,20 @@ class Episode:
             yield from (f"a secret is in {name}" for name, data in contents.items() if secret.encode() in data)
 
 
-def play(seed: int, url: str, api: FaultProxy, moto: MotoServer) -> dict[str, Any]:
+def play(seed: int, url: str, api: FaultProxy, moto: MotoServer, loop: str = "") -> dict[str, Any]:
     """Play an episode; return what it was and what was wrong."""
     began, line = time.monotonic(), dict[str, Any](seed=seed, faults=[])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"soak-{seed}-")))
         try:
-            episode = Episode(seed, folder, url, api, moto, stack)
+            episode = Episode(seed, folder, url, api, moto, stack, loop)
             line |= {"arena": episode.arena, "loop": episode._loop.__name__, **episode.config, "faults": episode.played}
             line["problems"] = episode.run()
         except Exception as error:  # of this script too: it is told, and others follow
             line["problems"] = [f"{type(error).__name__}: {error}"]
         if line["problems"]:  # what is there to read, and how to see it again
             line["kept"] = shutil.copytree(folder, tempfile.mkdtemp(prefix=f"failed-soak-{seed}-"), dirs_exist_ok=True)
-            line["again"] = f"python -m tests.soak --only {seed}"
+            line["again"] = f"python -m tests.soak --only {seed}{loop and f' --loop {loop}'}"
     return line | {"seconds": round(time.monotonic() - began)}
 
 
@@ -324,6 +328,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="for so long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of the first episode; others count on (default: 1)")
     parser.add_argument("--only", type=int, help="play the episode of this seed and no other")
+    parser.add_argument("--loop", choices=["torch", "shards", "jax"], default="", help="in all episodes")
     parser.add_argument("--faults", type=int, default=sys.maxsize, help="end after so many")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # what was started is ended
@@ -338,7 +343,7 @@ def main() -> int:
         while time.monotonic() < until and played.total() < arguments.faults:
             played_seed = seed if arguments.only is None else arguments.only
             print(f"# seed {played_seed}", flush=True)
-            line = play(played_seed, f"{api.endpoint_url}/api", api, moto)
+            line = play(played_seed, f"{api.endpoint_url}/api", api, moto, arguments.loop)
             print(json.dumps(line), flush=True)
             played.update(line["faults"])
             wrong += bool(line["problems"])

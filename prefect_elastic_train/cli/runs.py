@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 
 import typer
@@ -14,7 +15,7 @@ from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSumma
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
 from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import reported_results
+from prefect_elastic_train.runs.snapshots import checkpoint_names, reported_results
 from prefect_elastic_train.storage.opening import Storage
 
 from .common import (
@@ -85,6 +86,10 @@ def verify_runs(
             "--samples", help="Also check the indices of the samples that each step used; for loops with a session."
         ),
     ] = False,
+    weights: Annotated[
+        bool,
+        typer.Option("--weights", help="Also print the SHA-256 of the arrays in the newest checkpoint."),
+    ] = False,
 ) -> None:
     """Check checkpoints and records, and print what a resume would do. Writes nothing.
 
@@ -95,12 +100,13 @@ def verify_runs(
         opened = open_for_command(storage)
         verifications = _read_runs(verify, opened, runs)
         checks = {}
+        hashes = dict(_read_runs(_hash_weights, opened, runs)) if weights else {}
         if samples:
             from prefect_elastic_train.runs.sample_check import check_samples  # imports numpy
 
             checks = {check.name: check for check in _read_runs(check_samples, opened, runs)}
     if as_json:
-        each = [dict(run) | {"samples": checks.get(run.name)} for run in verifications]
+        each = [dict(run) | {"samples": checks.get(run.name), "weights": hashes.get(run.name)} for run in verifications]
         print_json({"storage": opened.uri, "runs": each})
     elif not verifications:
         print_lines(f"no runs in {opened.uri}")
@@ -110,6 +116,8 @@ def verify_runs(
             print_lines(*(f"    repair: {repair}" for repair in run.repairs))
             if run.name in checks:
                 print_lines(f"  {checks[run.name].message}")
+            if run.name in hashes:
+                print_lines(f"  weights: {hashes[run.name]}")
     inexact = [check for check in checks.values() if (check.wrong or not check.exact) and (runs or not check.unknown)]
     if inexact or not all(run.whole for run in verifications):
         raise typer.Exit(1)
@@ -177,6 +185,19 @@ def _read_runs(
     with ThreadPoolExecutor(16) as pool:
         results = pool.map(lambda name: read(RunDirectory(storage.run(name))), dict.fromkeys(names or existing))
         return [result for result in results if result is not None]
+
+
+def _hash_weights(run: RunDirectory) -> tuple[str, str] | None:
+    """Return the name of a run and the SHA-256 of its newest checkpoint's arrays; None without a checkpoint."""
+    from prefect_elastic_train.rehearsal.checker import hash_arrays, read_arrays  # imports numpy
+
+    folders = checkpoint_names(run.newest_commit.snapshot if run.newest_commit else None)
+    if not folders:
+        return None
+    with TemporaryDirectory() as directory:
+        run.store.download(folders[-1], directory)
+        arrays = read_arrays(directory)
+    return run.name, f"sha256 {hash_arrays(arrays)}, {len(arrays)} arrays" if arrays else "no array could be read"
 
 
 def _summary(run: RunDirectory) -> RunSummary | None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .order import Indices, StepBatches
+from .state import seed_everything
 
 
 class Mixture:
@@ -101,16 +102,20 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
         )
     torch = import_module("torch") if options else sys.modules.get("torch")
     datasets = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    batches = zip(_keys(sampler), sampler.arrays(), strict=True)
     if torch is None or not (options or any(isinstance(part, torch.utils.data.Dataset) for part in datasets)):
-        for indices in sampler.arrays():
+        for key, indices in batches:
+            if key:
+                seed_everything(*key)
             yield indices, _read(dataset, indices)
         return
     # Draws no seed from the loop's generator, since its state would then depend on the number of restarts.
     seed = hash((sampler.order.seed, sampler.steps.start, sampler.rank))
     options = {"generator": torch.Generator().manual_seed(seed), **options}
     collate = partial(_collate, dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-    samples = range(sampler.order.length)
-    loader = torch.utils.data.DataLoader(samples, batch_sampler=sampler, collate_fn=collate, in_order=True, **options)
+    loader = torch.utils.data.DataLoader(
+        _Items(), batch_sampler=([batch] for batch in batches), collate_fn=collate, in_order=True, **options
+    )
     try:
         yield from loader
     except (EOFError, OSError, RuntimeError) as error:
@@ -151,6 +156,22 @@ def _stack(samples: Sequence[Any]) -> Any:
     return np.ma.stack(samples) if is_masked else np.stack([np.asarray(sample) for sample in samples])
 
 
-def _collate(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int]) -> tuple[Indices, Any]:
+class _Items:
+    """Dataset whose indices are its samples: the batches, which ``_collate`` reads."""
+
+    def __getitem__(self, batch: Any) -> Any:
+        return batch
+
+
+def _keys(sampler: StepBatches) -> Iterator[tuple[int, ...]]:
+    """Yield, for each batch, the key of the random numbers that reading its samples uses; empty without shards."""
+    for step, part, *_ in sampler.positions():
+        yield (sampler.order.seed, step, part, 1) if sampler.shards else ()
+
+
+def _collate(dataset: Any, collate: Callable[[list[Any]], Any], batches: list[Any]) -> tuple[Indices, Any]:
     """Return the indices of a batch, so that ``DataLoader`` yields them, and the collated samples."""
-    return np.array(indices, dtype=np.int64), collate([_read(dataset, index) for index in indices])
+    [(key, indices)] = batches
+    if key:
+        seed_everything(*key)
+    return indices, collate([_read(dataset, index) for index in indices.tolist()])

@@ -154,11 +154,24 @@ class SampleOrder:
 
 
 class BatchPosition(NamedTuple):
-    """Position of a batch in a training: its step, its number in the step, and the number of batches of the step."""
+    """Position of a batch in a training.
+
+    Attributes:
+        step: Number of the step.
+        part: Number of the micro batch or shard in the step.
+        parts: Number of micro batches of each rank, or number of shards of all ranks.
+        is_last: True for the rank's last batch of the step.
+    """
 
     step: int
     part: int
     parts: int
+    is_last: bool
+
+
+def shards_of(rank: int, world_size: int, shards: int) -> range:
+    """Return the numbers of the shards of a step that a rank computes."""
+    return range(shards * rank // world_size, shards * (rank + 1) // world_size)
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,7 @@ class StepBatches:
         world_size: Number of workers.
         micro_batch: Largest number of samples of a batch. A step then has several batches, equally many on each rank.
             0: one batch a step.
+        shards: Number of shards of a step, over all ranks. Each shard is a batch. 0: no shards.
 
     Example::
 
@@ -187,20 +201,27 @@ class StepBatches:
     rank: int = 0
     world_size: int = 1
     micro_batch: int = 0
+    shards: int = 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Rank and world size of the share of a step whose parts are the batches: the whole step if it has shards."""
+        return (0, 1) if self.shards else (self.rank, self.world_size)
 
     def positions(self) -> Iterator[BatchPosition]:
-        """Yield the position of each batch of this rank: its step, its number in the step, and the step's batches."""
+        """Yield the position of each batch of this rank."""
         for step in self.steps:
             largest_share = math.ceil(self.order.size(step) / self.world_size)
-            parts = math.ceil(largest_share / self.micro_batch) if self.micro_batch else 1
-            yield from (BatchPosition(step, part, parts) for part in range(parts))
+            parts = math.ceil(largest_share / self.micro_batch) if self.micro_batch else self.shards or 1
+            own = shards_of(self.rank, self.world_size, self.shards) or range(parts)
+            yield from (BatchPosition(step, part, parts, part == own[-1]) for part in own)
 
     def arrays(self) -> Iterator[Indices]:
         """Yield, for each batch of this rank, the indices of its samples in the dataset as an array."""
         chunk_batches = 1 + _CHUNK_SAMPLES // (1 + self.order.global_batch // self.world_size)
         for epoch, positions in groupby(self.positions(), key=lambda position: self.order.epoch(position.step)):
             while chunk := list(islice(positions, chunk_batches)):
-                bounds = [self.order.bounds(step, self.rank, self.world_size, *part) for step, *part in chunk]
+                bounds = [self.order.bounds(step, *self.share, part, parts) for step, part, parts, _ in chunk]
                 # A rank without a share gets one sample, since it takes part in collective operations.
                 ranges = [np.arange(begin, max(end, begin + 1)) for begin, end in bounds]
                 samples = self.order.samples(epoch, np.concatenate(ranges))
@@ -210,4 +231,4 @@ class StepBatches:
         return (samples.tolist() for samples in self.arrays())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.positions()) if self.micro_batch else len(self.steps)
+        return sum(1 for _ in self.positions()) if self.micro_batch or self.shards else len(self.steps)

@@ -32,6 +32,7 @@ from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
 from .recovery_points import ByteArray, RankState, RecoveryPointError, threads
+from .shard_gradients import ShardGradients
 from .state import State, StateMismatchError
 
 # torch warns at each save and load of a single worker.
@@ -105,6 +106,10 @@ class TorchState(State):
         if self._group is None and dist.is_initialized():
             # A group of its own, so that collectives of writing and of training do not mix.
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+
+    def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
+        """Return what computes the gradients of the modules from shards of the batch. Call it on all ranks together."""
+        return ShardGradients(self._modules.values(), rank, world_size, shards)
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the state into main memory, and return a function that writes this rank's shards to ``directory``.

@@ -101,6 +101,9 @@ class Session(AbstractContextManager["Session"]):
         save_scored: Save each step that reports the score (``CheckpointPolicy.score_attribute``), so that the
             checkpoint has the weights that were scored. If the score is reported at every step, only the first two
             steps are saved for it.
+        shards: Number of parts of each global batch: a power of two, at least the number of workers. Each part is a
+            batch, and the gradients of all parts are added in a fixed order, so the weights are the same at any number
+            of workers, bit for bit. For plain modules of a ``TorchState``; call :meth:`backward`. 0: no shards.
         mesh: The torch ``DeviceMesh`` of the data parallel dimension, such as ``mesh["dp"]``. Ranks that differ only in
             another dimension, such as tensor parallel, get the same samples. Default: each rank has its own share.
         recovery_points: Interval in steps between recovery points: copies of the state in memory that outlives the
@@ -115,7 +118,8 @@ class Session(AbstractContextManager["Session"]):
         world_size: Number of workers.
         most_workers: Largest number of workers with at least one sample each in a step.
         weight: Weight of this rank's mean over the current batch. Multiply the mean by it, sum over the batches of a
-            step (or of :meth:`once`), and average over the ranks, to get the mean over all samples.
+            step (or of :meth:`once`), and average over the ranks, to get the mean over all samples. With ``shards``,
+            the sum over all shards of all ranks is the mean.
         samples: Indices of the current batch's samples, an int64 array.
         is_last_part: True if the current batch is the last of its step.
         began_at: Start of this worker's first step, in seconds since the epoch; 0.0 before. It is the time of the first
@@ -168,6 +172,7 @@ class Session(AbstractContextManager["Session"]):
         save_within: tuple[float, float] = (10.0, 3600.0),
         means: Collection[str] = ("loss",),
         save_scored: bool = True,
+        shards: int = 0,
         mesh: Any = None,
         recovery_points: int | str = "off",
     ) -> None:
@@ -197,6 +202,12 @@ class Session(AbstractContextManager["Session"]):
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
         self._set_share(mesh)
+        if shards and not (self.world_size <= shards <= global_batch and shards.bit_count() == 1 and mesh is None):
+            raise ValueError(
+                f"shards={shards}: must be a power of two from the number of workers ({self.world_size}) to the "
+                f"global_batch ({global_batch}), without a mesh"
+            )
+        self._shards = shards
         self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
@@ -222,6 +233,9 @@ class Session(AbstractContextManager["Session"]):
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
+        self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
+        if self._gradients:
+            self._check_environment(self._gradients)
         current = self
         if states:  # repeat a required save now, if the restored step is one on rank 0
             self._is_open = True
@@ -242,6 +256,17 @@ class Session(AbstractContextManager["Session"]):
             raise ValueError(
                 f"global_batch={self._global_batch} is below the {count} workers, each of which needs a sample"
                 f" of every step. Make it larger, or train with max_workers={self._global_batch}"
+            )
+
+    def _check_environment(self, gradients: Any) -> None:
+        """Record what the bits of the weights depend on, and warn if it differs from what the run began with."""
+        now, first = (environment | {"shards": self._shards} for environment in gradients.environments)
+        first = self._about.setdefault("environment", first)
+        if differing := [f"{name} {now[name]}, not {first.get(name)}" for name in now if now[name] != first.get(name)]:
+            logger.warning(
+                "The weights may differ in the last bits from those at another number of workers: rank %d has %s",
+                self.rank,
+                "; ".join(differing),
             )
 
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
@@ -298,17 +323,22 @@ class Session(AbstractContextManager["Session"]):
         self._close_step()
         self._order = order
         self._step_samples = []
-        sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch)
+        if self._shards and micro_batch:
+            raise ValueError(f"micro_batch={micro_batch}: each shard is a batch, so give more shards in place of it")
+        sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch, self._shards)
         loaded = load(dataset, sampler, loader)
-        for (step, part, parts), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
+        for (step, part, parts, is_last), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
             if self.done != step:
                 raise LoopError(
                     f"rank {self.rank} requested the batch of step {step}, but has done {self.done} steps: "
                     "call session.step() once for each batch, after the optimizer's step"
                 )
             self.samples = samples
-            self.is_last_part = part == parts - 1
-            self.weight = order.weight(step, *self._share, part, parts)
+            self.is_last_part = is_last
+            self.weight = order.weight(step, *sampler.share, part, parts)
+            if self._gradients:
+                self._gradients.begin(part, self.weight)
+                seed_everything(self._seed, step, part)
             if self.weight and self._is_counted:
                 self._step_samples.append(samples)
             self.began_at = self.began_at or time.time()
@@ -342,6 +372,22 @@ class Session(AbstractContextManager["Session"]):
         finally:
             self.weight, self.samples = of_training
 
+    def backward(self, loss: Any) -> None:
+        """Compute the gradients of a batch of a session with ``shards``; without, call ``loss.backward()``.
+
+        Call it once for each batch. After the last batch of a step (:attr:`is_last_part`), the parameters have the
+        gradients of the global batch, the same on all ranks. Clip them then.
+
+        Args:
+            loss: Mean over the batch, multiplied by :attr:`weight`: a tensor.
+        """
+        if self._gradients is None:
+            loss.backward()
+            return
+        self._gradients.backward(loss)
+        if self.is_last_part:  # for the optimizer, the same random numbers on all ranks
+            seed_everything(self._seed, self.done, self._shards)
+
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
         """Record an optimizer step as done.
 
@@ -356,6 +402,11 @@ class Session(AbstractContextManager["Session"]):
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
+        if self._gradients and not (self._gradients.is_computed and self.is_last_part):
+            raise LoopError(
+                "with shards, call session.backward(loss) for each batch in place of loss.backward(), and the optimizer"
+                " and session.step() after the last batch of a step: if session.is_last_part"
+            )
         self._close_step()
         self._about["seen"] += self._order.size(self.done)
         self.began_at = self.began_at or self._entered_at

@@ -1,5 +1,6 @@
 """Comparison of two checkpoints by the arrays in their files. Imports nothing of the package, which wrote them."""
 
+import hashlib
 import json
 import math
 import re
@@ -42,6 +43,14 @@ def read_arrays(folder: str | Path) -> Arrays:
             with suppress(Exception):  # written by another program, or for a library that is not installed
                 arrays |= _flatten(read(file), str(file.relative_to(folder)))
     return arrays
+
+
+def hash_arrays(arrays: Arrays) -> str:
+    """Return the SHA-256 of arrays: of their names, types, shapes and numbers, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 def is_performance_metric(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Comparison of a training under faults with the undisturbed one, to find problems of the loop."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -119,6 +120,9 @@ class _Comparer:
         self.has_state = any(left.keys() & right.keys() for left, right in map(_ReportPair.states, saved))
         self._compared = saved if self.has_state else self.pairs
         self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
+        # A session with shards gets the same bits at any number of workers.
+        files = undisturbed.folder.glob(f"*/{SESSION_FILE}")
+        self._has_shards = any("environment" in json.loads(file.read_text()) for file in files)
         self.gaps: list[_Gap] = []
 
     def compare(self) -> tuple[str, Problem | None]:
@@ -130,8 +134,9 @@ class _Comparer:
         previous = 0.0
         for group, size in self._disturbed.group_sizes.items():
             sizes.append(size)
-            is_same_size = len({*sizes}) == 1
+            is_same_size = self._has_shards or len({*sizes}) == 1
             limit = max(_SAME_SIZE_TOLERANCE if is_same_size else self._tolerance, _MAX_GROWTH * previous)
+            limit *= not self._has_shards
             pairs = [pair for pair in self._compared if pair.disturbed.group == group]
             gaps = self._gaps(pairs, is_same_size)
             limited = gaps
@@ -208,7 +213,14 @@ class _Comparer:
             f"after {gap.pair.disturbed.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
             "undisturbed training"
         )
-        if sizes[-1] != sizes[-2]:
+        if self._has_shards and len(sizes) > 2:
+            problem = Problem(
+                "has other bits",
+                f"{summary}; with shards they must be the same, bit for bit",
+                "look for a warning about another environment; draw random numbers from the global generators only, "
+                "between a batch and its backward pass; and pass all state to the session",
+            )
+        elif sizes[-1] != sizes[-2]:
             history = ", then ".join(map(str, sizes[1:]))
             problem = Problem(
                 "depends on the world size",

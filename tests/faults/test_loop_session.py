@@ -20,10 +20,12 @@ OFTEN = {"resize_check_interval_seconds": 1, "stability_delay_seconds": 1}
 GPUS = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 3, "standby": "auto", **OFTEN}
 
 
+@pytest.mark.parametrize("shards", [0, 16])
 def test_every_sample_counts_once_whatever_the_number_of_workers_and_whoever_dies(
-    start: Start, cluster: ElasticCluster, tmp_path: Path
+    start: Start, cluster: ElasticCluster, tmp_path: Path, shards: int
 ) -> None:
-    training = SessionTraining(start, tmp_path, "torch", GPUS, cluster=cluster.block)
+    """With shards, the weights are also those of one undisturbed worker, bit for bit."""
+    training = SessionTraining(start, tmp_path, "torch", GPUS, cluster=cluster.block, shards=shards)
     cluster.add_gpu()
     training.group(1)
     cluster.add_gpu()

@@ -52,10 +52,10 @@ def torch_loop(config: dict[str, Any]) -> None:
     """Fit a small network. A plain function without Ray too: then it is the undisturbed training of one worker.
 
     Config: ``steps``, ``length`` and ``global_batch`` (samples); ``save_every`` (default: 10); ``recovery_points``
-    (default: off); ``dropout``; ``fsdp`` (whether the network is sharded); ``micro_batch``; ``weights`` (file that rank
-    0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies after it, once);
-    ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file while which is
-    there a step takes ``sleep`` seconds longer).
+    (default: off); ``dropout``; ``fsdp`` (whether the network is sharded); ``micro_batch``; ``shards`` (default: none);
+    ``weights`` (file that rank 0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies
+    after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
+    while which is there a step takes ``sleep`` seconds longer).
     """
     import torch
     import torch.distributed as dist
@@ -74,7 +74,7 @@ def torch_loop(config: dict[str, Any]) -> None:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    elif world > 1:
+    elif world > 1 and "shards" not in config:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
@@ -82,11 +82,12 @@ def torch_loop(config: dict[str, Any]) -> None:
     plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
     dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
     points = config.get("recovery_points", "off")
-    with loop.session(state, save_every=config.get("save_every", 10), recovery_points=points, **plan) as session:
+    plan |= {"save_every": config.get("save_every", 10), "shards": config.get("shards", 0)}
+    with loop.session(state, recovery_points=points, **plan) as session:
         seen = list[int]()
         for inputs, targets in session.batches(dataset, micro_batch=config.get("micro_batch", 0)):
             loss = ((model(inputs) - targets) ** 2).mean() * session.weight
-            loss.backward()
+            session.backward(loss)
             seen += session.samples.tolist() if session.weight else []
             if not session.is_last_part:
                 continue

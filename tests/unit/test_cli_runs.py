@@ -576,3 +576,26 @@ def test_samples_that_are_not_known_are_a_problem_only_of_a_run_that_is_named(st
     result = _run(f"verify {storage.uri} mnist --samples")
     problem = "rank-00001-of-00002.npz of checkpoint step-19 is missing or damaged"
     assert (result.exit_code, problem in result.stdout) == (1, True)
+
+
+def _save(store: RunStore, *saved: dict[str, Any]) -> None:
+    """Save checkpoints with these arrays, or without a readable file."""
+    training = Training(store, begin(store, claim(name=store.uri.rpartition("/")[2])).attempt, keep=2)
+    for number, arrays in enumerate(saved):
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        training.upload(f"step-{number}", {"arrays.npz" if arrays else "other.bin": content.getvalue()})
+        training.commit(f"step-{number}")
+
+
+def test_verify_prints_the_same_hash_for_the_same_newest_weights(storage: Storage) -> None:
+    weights = np.arange(3.0)
+    _save(storage.run("one"), {"weights": weights * 2}, {"weights": weights})
+    _save(storage.run("same"), {"weights": weights, "count": np.array([7])})
+    _save(storage.run("other"), {"weights": np.nextafter(weights, 9)})
+    _save(storage.run("unreadable"), {})
+    _save(storage.run("new"))
+    found = {run["name"]: run["weights"] for run in json.loads(_done(f"verify {storage.uri} --weights --json"))["runs"]}
+    assert found["one"] == found["same"] != found["other"]
+    assert (found["unreadable"], found["new"]) == ("no array could be read", None)
+    assert re.search(r"weights: sha256 [0-9a-f]{64}, 1 arrays", _done(f"verify {storage.uri} one --weights"))

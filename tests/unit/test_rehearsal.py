@@ -24,6 +24,7 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.driver.termination_signals import watch_signals
+from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal import fault_injector
 from prefect_elastic_train.rehearsal.certificate import Certificate, InjectedFault, Problem
 from prefect_elastic_train.rehearsal.comparison import compare_trainings, diagnose_undisturbed
@@ -191,6 +192,19 @@ def test_checkpoints_without_a_common_array_are_not_taken_for_the_same(tmp_path:
     assert compare_trainings(one, other)[1].about == "not comparable"
     np.savez(tmp_path / "other" / "step-25" / "weights.npz", inner=np.ones(2))
     assert compare_trainings(one, other)[1].about == "does not restore all state"
+
+
+@pytest.mark.parametrize("has_shards", [True, False])
+def test_with_shards_all_bits_must_be_the_same_also_after_a_resize(tmp_path: Path, has_shards: bool) -> None:
+    states = [loss if step < 11 else np.nextafter(loss, 2) for step, loss in enumerate(LOSSES, 1)]
+    one = _trace(folder=tmp_path / "one")
+    for folder in (tmp_path / "one").iterdir():
+        (folder / SESSION_FILE).write_text(json.dumps({"environment": {"shards": 4}} if has_shards else {}))
+    resized = _trace(folder=tmp_path / "other", resumes={11: (10, 1)}, states=states)
+    _, problem = compare_trainings(one, resized)
+    assert (problem.about if problem else "") == ("has other bits" if has_shards else "")
+    _, problem = compare_trainings(one, _trace(folder=tmp_path / "same", resumes={11: (10, 1)}))
+    assert problem is None
 
 
 def test_a_state_that_is_wrong_after_a_resume_and_repaired_later_is_found(tmp_path: Path) -> None:

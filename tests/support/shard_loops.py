@@ -1,0 +1,196 @@
+"""A loop with shards, whose weights must be the same at any number of workers, and its run in plain processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import random
+import subprocess
+import sys
+import tempfile
+from operator import iadd
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from prefect_elastic_train import loop
+
+LENGTH, GLOBAL_BATCH, SHARDS = 102, 32, 16  # the last batch of an epoch has 6 samples, fewer than there are shards
+SIDE = 8
+
+
+class Images:
+    """Images that are changed at random when they are read."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(7)
+        self._images = generator.standard_normal((LENGTH, 1, SIDE, SIDE)).astype(np.float32)
+        self._labels = generator.integers(0, 4, LENGTH)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        import torch
+
+        image = self._images[number]
+        if random.random() < 0.5:
+            image = image[:, :, ::-1]
+        noise = np.random.standard_normal(image.shape).astype(np.float32)
+        return torch.from_numpy(image + 0.1 * noise) + 0.1 * torch.randn(1), int(self._labels[number])
+
+
+def model_of(kind: str) -> Any:
+    """A network with all that depends on the batch or on random numbers."""
+    import torch
+
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3, padding=1),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Conv2d(8, 8, 3, padding=1, stride=2),
+        torch.nn.BatchNorm2d(8, momentum=None),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * SIDE * SIDE // 4, 4),
+    )
+    return layers.to(getattr(torch, kind))
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train, and write a hash of the state into the file ``digest`` with the number of the rank.
+
+    Config: ``steps``; ``dtype`` (of the weights; "amp": mixed precision with a gradient scaler); ``num_workers`` (of
+    the data loader); ``digest`` (file).
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    is_mixed = config["dtype"] == "amp"
+    model = model_of("float32" if is_mixed else config["dtype"])
+    scaler = torch.amp.GradScaler("cpu", enabled=is_mixed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["steps"])
+    state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+    with loop.session(state, steps=config["steps"], global_batch=GLOBAL_BATCH, seed=3, shards=SHARDS) as session:
+        for images, labels in session.batches(Images(), num_workers=config["num_workers"]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                scores = model(images.to(model[0].weight.dtype))
+            loss = torch.nn.functional.cross_entropy(scores.float(), labels) * session.weight
+            session.backward(scaler.scale(loss))
+            if not session.is_last_part:
+                continue
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            session.step({"loss": loss})
+    Path(f"{config['digest']}.{session.rank}").write_text(digest(model, optimizer))
+
+
+def digest(*parts: Any) -> str:
+    """The SHA-256 of all tensors in the states of modules and optimizers."""
+    from torch.utils._pytree import tree_leaves
+
+    values = [value for part in parts for value in tree_leaves(part.state_dict()) if hasattr(value, "detach")]
+    data = [value.detach().contiguous().view(-1).view(_torch().uint8).numpy().tobytes() for value in values]
+    return hashlib.sha256(b"".join(data)).hexdigest()
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[int, int]]]:
+    """Train with so many workers without Ray.
+
+    Returns:
+        The hashes of all ranks; and for each exchange of a bucket by the last rank, the bytes of the bucket and those
+        that it sent.
+    """
+    config = {"steps": 12, "dtype": "float32", "num_workers": 0, **config}
+    with tempfile.TemporaryDirectory() as folder:
+        config["digest"] = f"{folder}/digest"
+        command = [sys.executable, "-m", __name__, str(world_size), json.dumps(config)]
+        subprocess.run(command, check=True, timeout=600)
+        sent = json.loads(Path(f"{folder}/digest.sent").read_text())
+        return {file.read_text() for file in Path(folder).glob("digest.[0-9]")}, sent
+
+
+def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
+    """Train as one rank of a group of plain processes."""
+    import torch.distributed as dist
+
+    from prefect_elastic_train.loop import training_session
+
+    rendezvous = Path(config["digest"]).with_name("rendezvous")
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+    context = SimpleNamespace(
+        get_world_rank=lambda: rank, get_world_size=lambda: world_size, get_experiment_name=lambda: "run"
+    )
+    # Nothing is saved or reported here.
+    modes = SimpleNamespace(SYNC=0, ASYNC=0)
+    ray = SimpleNamespace(get_checkpoint=lambda: None, report=lambda *_, **__: None, CheckpointUploadMode=modes)
+    sys.modules["ray.train"] = ray  # type: ignore[assignment]
+    training_session.local_context = lambda: context
+    _mutate(config.get("mutant", ""), rank)
+    sent = _count_sent(rank, world_size)
+    train(config)
+    if rank == world_size - 1:
+        Path(f"{config['digest']}.sent").write_text(json.dumps(sent))
+    dist.destroy_process_group()
+
+
+def _mutate(mutant: str, rank: int) -> None:
+    """Break what makes the bits equal: the order of the sums (``order``) or the random numbers (``seed``)."""
+    from prefect_elastic_train.loop import batches, shard_gradients, state, training_session
+
+    def add_in_a_row(blocks: list[Any], block: Any) -> Any:
+        if blocks:
+            first, size, values = blocks.pop()
+            yield block.values
+            block = shard_gradients.Block(first, size + block.size, iadd(values, block.values))
+        blocks.append(block)
+
+    if mutant == "order":
+        shard_gradients.add_block = add_in_a_row
+    elif mutant:
+        module = {"seed": training_session, "seed of reading": batches}[mutant]
+        module.seed_everything = lambda *key: state.seed_everything(*key, rank)
+
+
+def _count_sent(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return a list that gets, for each bucket, its bytes and those that this rank sends to others."""
+    import torch.distributed as dist
+
+    sent: list[tuple[int, int]] = []
+    exchange = dist.all_to_all_single
+
+    def count(output: Any, given: Any, received: list[int], splits: list[int], **options: Any) -> Any:
+        chunk = math.gcd(*received)  # the ranks have different numbers of blocks
+        to_others = sum(splits) - splits[rank] + chunk * (world_size - 1)  # and gathers what it has added up
+        sent.append((chunk * world_size, to_others))
+        return exchange(output, given, received, splits, **options)
+
+    dist.all_to_all_single = count
+    return sent
+
+
+if __name__ == "__main__":
+    _torch()  # imported once, for all ranks
+    size = int(sys.argv[1])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_run_rank, args=(rank, size, json.loads(sys.argv[2]))) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -1,0 +1,263 @@
+"""Shards: the same bits at any number of workers, the right gradients, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from prefect_elastic_train import loop
+from prefect_elastic_train.loop import training_session
+from prefect_elastic_train.loop.order import BatchPosition, SampleOrder, shards_of
+from prefect_elastic_train.loop.shard_gradients import Block, ShardGradients, _Bucket, add_block, blocks_of
+from tests.support.shard_loops import SHARDS
+
+
+@pytest.fixture(autouse=True)
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_session, "current", None)
+
+
+# The sums
+
+
+class Sum(str):
+    """A sum that shows in which order it was computed."""
+
+    def __iadd__(self, other: str) -> Sum:  # type: ignore[misc]
+        return Sum(f"({self}+{other})")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 16, 64, 256])
+def test_sums_have_the_same_order_at_any_number_of_workers_and_few_blocks(shards: int) -> None:
+    orders = set()
+    for world in range(1, shards + 1):
+        exchanged = []
+        for rank in range(world):
+            own: list[Block] = []
+            for shard in shards_of(rank, world, shards):
+                list(add_block(own, Block(shard, 1, Sum(shard))))
+            assert [block[:2] for block in own] == [block[:2] for block in blocks_of(shards_of(rank, world, shards))]
+            assert len(own) <= max(1, math.log2(shards))
+            assert len(own) == 1 or shards % world, "one block for each rank: the traffic of an all-reduce"
+            exchanged += own
+        total: list[Block] = []
+        for block in exchanged:
+            list(add_block(total, block))
+        [[first, size, order]] = total
+        assert (first, size) == (0, shards)
+        orders.add(order)
+    assert len(orders) == 1
+
+
+# One worker
+
+
+DATA = np.random.default_rng(2).standard_normal((22, 3)).astype(np.float32)
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def _train(model: Any, shards: int) -> Any:
+    """Train with a last batch of an epoch of fewer samples than shards; return the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = loop.TorchState(model=model, optimizer=optimizer)
+    with loop.session(state, steps=7, global_batch=16, shards=shards) as session:
+        for batch in session.batches(DATA):
+            loss = model(torch.from_numpy(batch)).square().mean() * session.weight
+            optimizer.zero_grad()
+            session.backward(loss)
+            if session.is_last_part:
+                optimizer.step()
+                session.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _is_as_without_shards() -> bool:
+    return torch.allclose(_train(_model(), 8), _train(_model(), 0), rtol=1e-5)
+
+
+def test_gradients_are_those_of_the_whole_batch() -> None:
+    assert _is_as_without_shards()
+
+
+def test_a_wrong_weight_of_the_shards_of_a_short_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = SampleOrder.weight
+
+    def alike(order: SampleOrder, step: int, rank: int, world_size: int, part: int = 0, parts: int = 1) -> float:
+        return 1 / parts if parts > 1 else weight(order, step, rank, world_size)
+
+    monkeypatch.setattr(SampleOrder, "weight", alike)
+    assert not _is_as_without_shards()
+
+
+def test_a_shard_without_samples_adds_nothing_whatever_its_loss() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    state = loop.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with loop.session(state, steps=1, global_batch=8, shards=8) as session:
+        for batch in session.batches(DATA[:6]):
+            inputs = torch.from_numpy(np.repeat(batch, 2, axis=0))
+            session.backward(model(inputs).sum() * session.weight / (session.weight > 0))
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        session.step()
+
+
+def test_running_statistics_are_the_mean_over_the_shards_and_other_buffers_stay_as_they_are() -> None:
+    model = torch.nn.BatchNorm1d(3, momentum=0.5)
+    model.register_buffer("mask", torch.tensor([-math.inf, 0.1]))
+    state = loop.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    means = []
+    with loop.session(state, steps=1, global_batch=12, shards=4) as session:
+        for batch in session.batches(DATA):
+            means.append(batch.mean(0))
+            session.backward(model(torch.from_numpy(batch)).sum() * session.weight)
+        session.step()
+    np.testing.assert_allclose(model.running_mean, 0.5 * np.mean(means, axis=0), rtol=1e-6)
+    assert (model.mask.tolist(), int(model.num_batches_tracked)) == ([-math.inf, pytest.approx(0.1)], 1)
+
+
+def test_parameters_may_be_frozen_unused_or_used_twice() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.unused, self.frozen = (torch.nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, batch: Any) -> Any:
+            return self.frozen(self.shared(self.shared(batch)))
+
+    model = Model()
+    gradients = ShardGradients([model], 0, 1, 2)
+    for is_trained in (False, True):  # from the second step on
+        model.frozen.requires_grad_(is_trained)
+        for shard in range(2):
+            gradients.begin(shard, 0.5)
+            gradients.backward(model(torch.ones(2, 3)).sum() * 0.5)
+        expected = torch.autograd.grad(model(torch.ones(2, 3)).sum(), [*model.shared.parameters()])
+        for parameter, gradient in zip(model.shared.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        assert not model.unused.weight.grad.any()
+        assert (model.frozen.weight.grad is not None) == is_trained
+
+
+def test_sums_take_as_much_memory_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    concatenate, made = torch.cat, list[bool]()
+    monkeypatch.setattr(torch, "cat", lambda parts, out=None: made.append(out is None) or concatenate(parts, out=out))
+    for world in range(1, SHARDS + 1):
+        ranges = [shards_of(rank, world, SHARDS) for rank in range(world)]
+        for shards in ranges:
+            bucket = _Bucket([torch.zeros(5)], [blocks_of(each) for each in ranges])
+            made.clear()
+            for shard in shards:
+                bucket.add(shard, [torch.ones(5)])
+            assert sum(made) <= math.log2(len(shards)) + 1, (world, shards)
+
+
+# What is refused
+
+
+def _session(part: Any = None, **options: Any) -> loop.Session:
+    state = loop.TorchState(model=part or torch.nn.Linear(3, 1))
+    return loop.session(state, **{"steps": 3, "global_batch": 8, "shards": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: _session(shards=3), "shards=3: must be a power of two from the number of workers"),
+        (lambda: _session(shards=16), r"to the global_batch \(8\)"),
+        (lambda: next(_session().batches(DATA, micro_batch=2)), "micro_batch=2: each shard is a batch"),
+        (lambda: _session(torch.nn.SyncBatchNorm(3)), "do not support SyncBatchNorm"),
+        (lambda: _session(torch.nn.Embedding(3, 1, sparse=True)), "do not support Embedding"),
+        (
+            lambda: loop.session(loop.ArrayState(weights=0.0), steps=1, global_batch=8, shards=4),
+            "shards=4: a ArrayState has no torch modules",
+        ),
+    ],
+)
+def test_what_shards_do_not_support_is_refused(use: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        use()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_wrapped_and_sharded_modules_are_refused(kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = torch.nn.Linear(4, 4)
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match="DistributedDataParallel" if kind == "ddp" else "sharded parameters"):
+            _session(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _misuse(kind: str) -> None:
+    model = torch.nn.Linear(3, 1)
+    with _session(model) as session:
+        for batch in session.batches(DATA):
+            loss = model(torch.from_numpy(batch)).mean()
+            if kind == "another backward":
+                loss.backward()
+            elif kind == "two losses":
+                session.backward(loss)
+                session.backward(loss)
+            elif kind == "an early step":
+                session.backward(loss)
+                session.step()
+            session.step() if session.is_last_part else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("another backward", r"call session.backward\(loss\) for each"),
+        ("two losses", r"call session.backward\(\) once for a batch"),
+        ("an early step", "if session.is_last_part"),
+    ],
+)
+def test_a_loop_that_does_not_compute_the_gradients_of_each_shard_once_is_told_so(kind: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        _misuse(kind)
+
+
+def test_a_worker_whose_environment_is_not_that_of_the_run_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    session = _session()
+    about = json.loads(json.dumps(session._about))
+    assert (about["environment"]["shards"], about["environment"]["threads"]) == (4, torch.get_num_threads())
+    assert "last bits" not in caplog.text
+    session._check_environment(SimpleNamespace(environments=[{**about["environment"], "threads": 99}, {}]))
+    assert "rank 0 has threads 99, not" in caplog.text
+
+
+def test_positions_of_shards() -> None:
+    order = SampleOrder(12, 8)
+    sampler = loop.StepBatches(order, range(2), 1, 3, shards=4)
+    assert [*sampler.positions()] == [BatchPosition(0, 1, 4, True), BatchPosition(1, 1, 4, True)]
+    whole = loop.StepBatches(order, range(2))
+    shards = [loop.StepBatches(order, range(2), rank, 3, shards=4) for rank in range(3)]
+    assert [len(one) for one in shards] == [2, 2, 4]
+    for step, samples in enumerate(whole.arrays()):
+        parts = [
+            indices.tolist()
+            for one in shards
+            for position, indices in zip(one.positions(), one.arrays(), strict=True)
+            if position.step == step
+        ]
+        assert [*itertools.chain(*parts)] == samples.tolist()
