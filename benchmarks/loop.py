@@ -182,8 +182,8 @@ def _shard_model(kind: str) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     if kind == "linear":
-        hidden = [torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
-        return torch.nn.Sequential(*hidden, torch.nn.Linear(1024, 10)), torch.randn(4096, 256)
+        hidden = [torch.nn.Linear(256, 2048), *(torch.nn.Linear(2048, 2048) for _ in range(4))]
+        return torch.nn.Sequential(*hidden, torch.nn.Linear(2048, 10)), torch.randn(4096, 256)
     layers: list[Any] = [torch.nn.Conv2d(3, 32, 3, padding=1)]
     for _ in range(4):
         layers += [torch.nn.BatchNorm2d(32), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, padding=1)]

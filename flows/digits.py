@@ -243,7 +243,7 @@ def train_loop(config: dict[str, Any]) -> None:
             logits = model(torch.tensor(shift_pixels(pixels, shifts, images.min()), device=device))
             loss = torch.nn.functional.cross_entropy(logits, torch.tensor(digits, device=device))
             optimizer.zero_grad()
-            session.backward(loss * session.weight)  # the gradients of all workers are averaged
+            session.backward(loss * session.weight)  # the weight is right for shares of unequal size
             if not session.is_last_part:
                 continue
             optimizer.step()
@@ -381,8 +381,8 @@ def digits(
     Args:
         epochs: Passes over the training images; 12 give a test accuracy of about 0.99.
         seed: Seed of the initial weights, the order of the images and their shifts.
-        shards: Parts of each batch of 64 images, such as 8: then the weights are the same at any number of workers, bit
-            for bit. 0: no shards.
+        shards: Parts of each batch of 64 images, such as 8: then the weights are bitwise identical with any number of
+            workers. 0: no shards.
         data_dir: Directory for the prepared data. On a cluster, all nodes must mount it.
         storage: Storage of the run and its checkpoints.
         scaling: Number of workers, and their resources.

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -15,7 +15,7 @@ from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSumma
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.pruning import RunChangedError, delete_planned, plan_run
 from prefect_elastic_train.runs.run_directory import RunDirectory
-from prefect_elastic_train.runs.snapshots import checkpoint_names, reported_results
+from prefect_elastic_train.runs.snapshots import reported_results
 from prefect_elastic_train.storage.opening import Storage
 
 from .common import (
@@ -88,7 +88,7 @@ def verify_runs(
     ] = False,
     weights: Annotated[
         bool,
-        typer.Option("--weights", help="Also print the SHA-256 of the arrays in the newest checkpoint."),
+        typer.Option("--weights", help="Also print the SHA-256 of the newest checkpoint's float arrays."),
     ] = False,
 ) -> None:
     """Check checkpoints and records, and print what a resume would do. Writes nothing.
@@ -117,7 +117,9 @@ def verify_runs(
             if run.name in checks:
                 print_lines(f"  {checks[run.name].message}")
             if run.name in hashes:
-                print_lines(f"  weights: {hashes[run.name]}")
+                found = hashes[run.name]
+                text = "sha256 {sha256}, {arrays} arrays".format(**found) if found else "no array could be read"
+                print_lines(f"  weights: {text}")
     inexact = [check for check in checks.values() if (check.wrong or not check.exact) and (runs or not check.unknown)]
     if inexact or not all(run.whole for run in verifications):
         raise typer.Exit(1)
@@ -187,17 +189,17 @@ def _read_runs(
         return [result for result in results if result is not None]
 
 
-def _hash_weights(run: RunDirectory) -> tuple[str, str] | None:
-    """Return the name of a run and the SHA-256 of its newest checkpoint's arrays; None without a checkpoint."""
+def _hash_weights(run: RunDirectory) -> tuple[str, dict[str, Any] | None] | None:
+    """Return the name of a run and the SHA-256 of its newest checkpoint's float arrays; None without a checkpoint."""
     from prefect_elastic_train.rehearsal.checker import hash_arrays, read_arrays  # imports numpy
 
-    folders = checkpoint_names(run.newest_commit.snapshot if run.newest_commit else None)
-    if not folders:
+    checkpoint = run.find_resume_point().checkpoint
+    if not checkpoint:
         return None
     with TemporaryDirectory() as directory:
-        run.store.download(folders[-1], directory)
+        run.store.download(checkpoint, directory)
         arrays = read_arrays(directory)
-    return run.name, f"sha256 {hash_arrays(arrays)}, {len(arrays)} arrays" if arrays else "no array could be read"
+    return run.name, {"sha256": hash_arrays(arrays), "arrays": len(arrays)} if arrays else None
 
 
 def _summary(run: RunDirectory) -> RunSummary | None:

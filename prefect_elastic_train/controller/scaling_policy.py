@@ -260,8 +260,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         most = self._state.loops.most_workers
         if most < self._demand.max_workers:
             logger.warning(
-                "At most %d worker(s) will train, since a step has no samples for more (global_batch). Lower "
-                "max_workers to that, or begin a run with a larger global_batch",
+                "At most %d worker(s) will train, since a step has no samples or shards for more. Lower "
+                "max_workers to that, or begin a run with a larger global_batch or more shards",
                 most,
             )
             self._demand = replace(self._demand, max_workers=most)

@@ -102,7 +102,7 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
         )
     torch = import_module("torch") if options else sys.modules.get("torch")
     datasets = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
-    batches = zip(_keys(sampler), sampler.arrays(), strict=True)
+    batches = zip(_seed_keys(sampler), sampler.arrays(), strict=True)
     if torch is None or not (options or any(isinstance(part, torch.utils.data.Dataset) for part in datasets)):
         for key, indices in batches:
             if key:
@@ -114,7 +114,7 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
     options = {"generator": torch.Generator().manual_seed(seed), **options}
     collate = partial(_collate, dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
     loader = torch.utils.data.DataLoader(
-        _Items(), batch_sampler=([batch] for batch in batches), collate_fn=collate, in_order=True, **options
+        _IdentityDataset(), batch_sampler=([batch] for batch in batches), collate_fn=collate, in_order=True, **options
     )
     try:
         yield from loader
@@ -156,17 +156,17 @@ def _stack(samples: Sequence[Any]) -> Any:
     return np.ma.stack(samples) if is_masked else np.stack([np.asarray(sample) for sample in samples])
 
 
-class _Items:
-    """Dataset whose indices are its samples: the batches, which ``_collate`` reads."""
+class _IdentityDataset:
+    """Dataset that returns the index itself: a batch, whose samples ``_collate`` reads."""
 
     def __getitem__(self, batch: Any) -> Any:
         return batch
 
 
-def _keys(sampler: StepBatches) -> Iterator[tuple[int, ...]]:
-    """Yield, for each batch, the key of the random numbers that reading its samples uses; empty without shards."""
+def _seed_keys(sampler: StepBatches) -> Iterator[tuple[int, ...]]:
+    """Yield the arguments of ``seed_everything`` for reading each batch; empty without shards."""
     for step, part, *_ in sampler.positions():
-        yield (sampler.order.seed, step, part, 1) if sampler.shards else ()
+        yield (sampler.order.seed, step, part, 1) if sampler.shards else ()  # the session seeds without the 1
 
 
 def _collate(dataset: Any, collate: Callable[[list[Any]], Any], batches: list[Any]) -> tuple[Indices, Any]:

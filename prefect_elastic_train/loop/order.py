@@ -157,8 +157,8 @@ class BatchPosition(NamedTuple):
     """Position of a batch in a training.
 
     Attributes:
-        step: Number of the step.
-        part: Number of the micro batch or shard in the step.
+        step: Index of the step.
+        part: Index of the micro batch or shard in the step.
         parts: Number of micro batches of each rank, or number of shards of all ranks.
         is_last: True for the rank's last batch of the step.
     """
@@ -170,7 +170,7 @@ class BatchPosition(NamedTuple):
 
 
 def shards_of(rank: int, world_size: int, shards: int) -> range:
-    """Return the numbers of the shards of a step that a rank computes."""
+    """Return the indices of the shards of a step that a rank computes."""
     return range(shards * rank // world_size, shards * (rank + 1) // world_size)
 
 
@@ -205,7 +205,7 @@ class StepBatches:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Rank and world size of the share of a step whose parts are the batches: the whole step if it has shards."""
+        """Rank and world size of the share that is divided into batches; with shards (0, 1), all samples of a step."""
         return (0, 1) if self.shards else (self.rank, self.world_size)
 
     def positions(self) -> Iterator[BatchPosition]:

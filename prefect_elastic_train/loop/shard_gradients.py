@@ -1,16 +1,16 @@
-"""Gradients that are bit-equal at any number of workers: sums over fixed shards of the batch, in a fixed order.
+"""Gradients that are bitwise identical with any number of workers: sums over shards of the batch, in a fixed order.
 
-The gradients of the shards of a step are added along a binary tree. A block is a subtree: the sum over 1, 2, 4, ...
-shards, the first of which is a multiple of that. Each rank adds the gradients of its shards to as few blocks as
-possible, then the ranks exchange their blocks. A rank adds up one chunk of them, in the order of the tree, and gathers
-the others' chunks. With one block a rank, that is the traffic of an all-reduce.
+The gradients of the shards of a step are added along a binary tree. A partial sum covers 2^k consecutive shards,
+starting at a multiple of 2^k. Each rank adds the gradients of its shards to as few partial sums as possible, then the
+ranks exchange them: each adds up one chunk of all partial sums, in the order of the tree, and gathers the chunks of the
+others. With one partial sum for each rank, the traffic is that of an all-reduce.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -23,81 +23,83 @@ from torch.nn.parallel import DistributedDataParallel
 from .order import shards_of
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-_BUCKET_BYTES = 25 * 2**20  # as of DistributedDataParallel
-_BUCKETS_IN_FLIGHT = 2  # buckets whose exchange goes on while the next one is computed
+_BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
+_BUCKETS_IN_FLIGHT = 2  # buckets that are exchanged while the next one is computed
 _UNSUPPORTED = (DistributedDataParallel, FullyShardedDataParallel, torch.nn.SyncBatchNorm)
 
 
-class Block(NamedTuple):
-    """A sum over shards: the number of the first one, the number of shards, and the values."""
+class PartialSum(NamedTuple):
+    """A sum over consecutive shards: the index of the first shard, the number of shards, and the values."""
 
     first: int
     size: int
     values: Any
 
 
-def add_block(blocks: list[Block], block: Block) -> Iterator[Any]:
-    """Append a block to those of the shards before, and add up each two that are the halves of a larger block.
+def add_partial_sum(sums: list[PartialSum], new: PartialSum) -> list[Any]:
+    """Append a partial sum to those of the shards before, and merge pairs that are halves of a larger one.
 
-    The sums are computed in place. Yields the values of the blocks that are no longer used.
+    The sums are computed in place. Returns the values that are no longer used.
     """
-    while blocks and blocks[-1].size == block.size and blocks[-1].first % (2 * block.size) == 0:
-        first, size, values = blocks.pop()
-        yield block.values
-        values += block.values
-        block = Block(first, 2 * size, values)
-    blocks.append(block)
+    unused = []
+    while sums and sums[-1].size == new.size and sums[-1].first % (2 * new.size) == 0:
+        first, size, values = sums.pop()
+        values += new.values
+        unused.append(new.values)
+        new = PartialSum(first, 2 * size, values)
+    sums.append(new)
+    return unused
 
 
-def blocks_of(shards: Iterable[int]) -> list[Block]:
-    """Return the blocks of some shards, with 0 as values."""
-    blocks: list[Block] = []
+def partial_sums_of(shards: Iterable[int]) -> list[PartialSum]:
+    """Return the partial sums of some consecutive shards, with 0 as values."""
+    sums: list[PartialSum] = []
     for shard in shards:
-        list(add_block(blocks, Block(shard, 1, 0)))
-    return blocks
+        add_partial_sum(sums, PartialSum(shard, 1, 0))
+    return sums
 
 
 class _Bucket:
-    """Some tensors of one data type and device, whose values for each shard are added up.
+    """Tensors of one data type and device, whose values are summed over the shards.
 
     Args:
         tensors: The tensors.
-        blocks: The blocks of each rank, in the order of the ranks.
+        sums: The partial sums of each rank, in the order of the ranks.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], blocks: Sequence[Sequence[Block]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], sums: Sequence[Sequence[PartialSum]]) -> None:
         self.tensors = tensors
         self.waiting: set[torch.Tensor] = set()  # those that have no gradient of the current shard yet
-        self._counts = [*map(len, blocks)]
-        self._shape_of_all = [block[:2] for block in chain(*blocks)]
-        self._blocks: list[Block] = []
+        self._counts = [*map(len, sums)]
+        self._all_ranges = [(each.first, each.size) for each in chain(*sums)]
+        self.own: list[PartialSum] = []
         self._unused: list[torch.Tensor] = []
-        self._padding = tensors[0].new_zeros(-sum(tensor.numel() for tensor in tensors) % len(blocks))
+        self._padding = tensors[0].new_zeros(-sum(tensor.numel() for tensor in tensors) % len(sums))
 
     def add(self, shard: int, values: Sequence[torch.Tensor | None]) -> None:
         """Add the values of a shard; None: zeros."""
         pairs = zip(self.tensors, values, strict=True)
         flat = [(torch.zeros_like(tensor) if value is None else value).reshape(-1) for tensor, value in pairs]
-        if self._blocks and self._blocks[-1].size == 1 and shard % 2:  # add to the other half without a copy
-            block = Block(shard - 1, 2, self._blocks.pop().values)
-            for total, part in zip(block.values.split([*map(len, flat), len(self._padding)]), flat, strict=False):
+        if self.own and self.own[-1].size == 1 and shard % 2:  # the second half of a pair: add it without a copy
+            new = PartialSum(shard - 1, 2, self.own.pop().values)
+            for total, part in zip(new.values.split([*map(len, flat), len(self._padding)]), flat, strict=False):
                 total += part
         else:
             unused = self._unused.pop() if self._unused else None
-            block = Block(shard, 1, torch.cat([*flat, self._padding], out=unused))
-        self._unused += add_block(self._blocks, block)
+            new = PartialSum(shard, 1, torch.cat([*flat, self._padding], out=unused))
+        self._unused += add_partial_sum(self.own, new)
 
-    def start(self) -> None:
-        """Start to exchange the blocks with the other ranks."""
-        own = [block.values for block in self._blocks]
-        self._blocks = []
+    def start_exchange(self) -> None:
+        """Start to exchange the partial sums with the other ranks."""
+        own = [each.values for each in self.own]
+        self.own = []
         self._unused += own
         self._sum = own[0]
         if (ranks := len(self._counts)) == 1:
             return
         self._sent = own[0] if len(own) == 1 else torch.stack(own).view(len(own), ranks, -1).transpose(0, 1).flatten()
         chunk = len(own[0]) // ranks
-        self._received = self._sent.new_empty(len(self._shape_of_all), chunk)
+        self._received = self._sent.new_empty(len(self._all_ranges), chunk)
         size = chunk * self._sent.element_size()
         self._work = dist.all_to_all_single(
             _bytes(self._received),
@@ -107,20 +109,22 @@ class _Bucket:
             async_op=True,
         )
 
-    def add_up(self) -> None:
-        """Add up this rank's chunk of all blocks, and start to gather the chunks of all ranks."""
+    def start_gather(self) -> None:
+        """Add up this rank's chunk of all partial sums, and start to gather the chunks of all ranks."""
         if len(self._counts) > 1:
             self._work.wait()
-            blocks: list[Block] = []
-            for shape, row in zip(self._shape_of_all, self._received, strict=True):
-                list(add_block(blocks, Block(*shape, row)))
-            self._work = _all_gather(_bytes(self._sum), _bytes(blocks[0].values), async_op=True)
+            sums: list[PartialSum] = []
+            for covered, row in zip(self._all_ranges, self._received, strict=True):
+                add_partial_sum(sums, PartialSum(*covered, row))
+            self._sent = sums[0].values.clone()
+            self._received = self._padding  # free the memory
+            self._work = _all_gather(_bytes(self._sum), _bytes(self._sent), async_op=True)
 
-    def sums(self) -> list[torch.Tensor]:
-        """Wait for the exchange, and return the sum of each tensor's values, valid until the next step."""
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the chunks, and return the sum of each tensor's values, valid until the next step."""
         if len(self._counts) > 1:
             self._work.wait()
-            self._sent = self._received = self._padding  # free the memory
+            self._sent = self._padding
         sizes = [tensor.numel() for tensor in self.tensors]
         parts = self._sum[: sum(sizes)].split(sizes)
         return [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
@@ -129,8 +133,8 @@ class _Bucket:
 class ShardGradients:
     """Computes the gradients of modules from the shards of each step.
 
-    Buffers are the same at the start of each shard of a step. After the step, those of floats, such as the running
-    statistics of BatchNorm, are the weighted mean of their values after each shard.
+    Buffers are reset before each shard of a step. After the step, float buffers such as BatchNorm's running statistics
+    are the weighted mean over the shards. Others are those of this rank's last shard.
 
     Args:
         modules: The modules. Their parameters and buffers are sent from rank 0 to the other ranks.
@@ -139,7 +143,7 @@ class ShardGradients:
         shards: Number of shards of a step over all workers, a power of two.
 
     Attributes:
-        is_computed: True if the current shard has its gradients.
+        has_gradients: True if the current shard has its gradients.
         environments: The :func:`environment` of this rank, and that of rank 0.
 
     Raises:
@@ -152,16 +156,16 @@ class ShardGradients:
         own = shards_of(rank, world_size, shards)
         self._first = own[0]
         self._last = own[-1]
-        self._blocks = [blocks_of(shards_of(each, world_size, shards)) for each in range(world_size)]
+        self._sums = [partial_sums_of(shards_of(each, world_size, shards)) for each in range(world_size)]
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._hooks: list[Any] = []
-        self._statistics: list[tuple[_Bucket, list[torch.Tensor]]] = []  # float buffers and their values at the start
-        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []  # the same of other buffers
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # values of the buffers before the step
+        self._buffer_buckets: list[_Bucket] = []  # of float buffers
         self._collected = -1  # number of buckets that have the gradients of the current shard; -1: outside of backward
         self._shard = 0
         self._weight = 0.0
-        self.is_computed = True
+        self.has_gradients = True
         first = [environment()]
         if world_size > 1:
             dist.broadcast_object_list(first, 0)
@@ -174,14 +178,18 @@ class ShardGradients:
     def _check(self) -> None:
         """Raise TypeError if the modules cannot be trained with shards."""
         for name, module in chain(*(module.named_modules() for module in self._modules)):
-            if isinstance(module, _UNSUPPORTED) or getattr(module, "sparse", False):
+            if isinstance(module, _UNSUPPORTED) or getattr(module, "sparse", False) is True:
                 kind = type(module).__name__
                 raise TypeError(
                     f"shards do not support {kind} (module {name!r}): the session sums the gradients itself. Give "
-                    "plain modules with dense gradients, without prepare_model, and BatchNorm, not SyncBatchNorm"
+                    "unwrapped modules (no prepare_model) with dense gradients, and BatchNorm in place of SyncBatchNorm"
                 )
-        if any(isinstance(parameter, DTensor) for parameter in self._tensors("parameters")):
-            raise TypeError("shards do not support sharded parameters, such as of FSDP2 or tensor parallelism")
+        parameters = self._tensors("parameters")
+        if len({each.device for each in parameters}) != 1 or any(isinstance(each, DTensor) for each in parameters):
+            raise TypeError(
+                "shards need modules in the state with all parameters on one device, and do not support sharded "
+                "parameters, such as of FSDP2 or tensor parallelism"
+            )
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         """Return the "parameters" or "buffers" of all modules, each once."""
@@ -191,39 +199,32 @@ class ShardGradients:
         """Begin a shard, before its forward pass.
 
         Args:
-            shard: Number of the shard.
+            shard: Index of the shard.
             weight: Its share of the samples of the step. If it is 0, its gradients are zeros.
 
         Raises:
-            RuntimeError: The shard before has no gradients.
+            RuntimeError: :meth:`backward` was not called for the shard before.
         """
-        if not self.is_computed:
-            raise RuntimeError("a batch had no backward pass: call session.backward(loss) for each")
+        if not self.has_gradients and shard > self._first:
+            raise RuntimeError("session.backward() was not called for the last batch: call it for each")
         self._shard = shard
         self._weight = weight
-        self.is_computed = False
+        self.has_gradients = False
         if shard > self._first:
             return
-        parameters = [parameter for parameter in self._tensors("parameters") if parameter.requires_grad]
-        if {*parameters} != self._bucket_of.keys():
-            for hook in self._hooks:
-                hook.remove()
-            self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
-            self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
-            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
-        for parameter in parameters:
+        for bucket in self._buckets:  # of a step that the loop has left
+            bucket.own = []
+        for parameter in self._tensors("parameters"):
             parameter.grad = None
-        buffers = self._tensors("buffers")
-        groups = self._group([buffer for buffer in buffers if buffer.is_floating_point()])
-        self._statistics = [(bucket, [buffer.clone() for buffer in bucket.tensors]) for bucket in groups]
-        self._others = [(buffer, buffer.clone()) for buffer in buffers if not buffer.is_floating_point()]
+        self._before = {buffer: buffer.clone() for buffer in self._tensors("buffers")}
+        self._buffer_buckets = self._group([buffer for buffer in self._before if buffer.is_floating_point()])
 
     def _group(self, tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
         """Return the tensors in buckets of one data type and device each."""
         groups = defaultdict(list)
         for tensor, begin in zip(tensors, accumulate((each.nbytes for each in tensors), initial=0), strict=False):
             groups[tensor.dtype, tensor.device, begin // _BUCKET_BYTES].append(tensor)
-        return [_Bucket(group, self._blocks) for group in groups.values()]
+        return [_Bucket(group, self._sums) for group in groups.values()]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the shard. After this rank's last one, the parameters have those of the step.
@@ -234,28 +235,44 @@ class ShardGradients:
         Raises:
             RuntimeError: The shard has gradients already.
         """
-        if self.is_computed:
-            raise RuntimeError("call session.backward() once for a batch, with the sum of its losses")
+        if self.has_gradients:
+            raise RuntimeError(
+                "session.backward() was called twice for a batch: call it once, with the sum of the losses"
+            )
+        parameters = [parameter for parameter in self._tensors("parameters") if parameter.requires_grad]
+        if self._shard == self._first and {*parameters} != self._bucket_of.keys():
+            for hook in self._hooks:
+                hook.remove()
+            self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
+            self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
+            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
+        if (
+            {*parameters} != self._bucket_of.keys()
+            or {*self._tensors("buffers")} != self._before.keys()
+            or any(parameter.grad is not None for parameter in parameters)
+        ):
+            raise RuntimeError(
+                "within a step, requires_grad was changed, a buffer was replaced (use buffer.copy_(...)), or gradients "
+                "were computed without session.backward(), such as by a wrapper of the module"
+            )
         for bucket in self._buckets:
             bucket.waiting = {*bucket.tensors}
         self._collected = 0
         if self._weight:
             loss.backward()
-        self.is_computed = True
+        self.has_gradients = True
         with torch.no_grad():
-            self._collect(are_missing_zero=True)
+            self._collect(missing_as_zeros=True)
             self._collected = -1
-            for bucket, before in self._statistics:
-                pairs = [*zip(bucket.tensors, before, strict=True)]
+            for bucket in self._buffer_buckets:
+                pairs = [(new, self._before[new]) for new in bucket.tensors]
                 changes = [torch.where(new == old, 0, (new - old) * self._weight) for new, old in pairs]
                 bucket.add(self._shard, changes if self._weight else [None] * len(pairs))
-                for new, old in pairs:
+            for new, old in self._before.items():
+                if new.is_floating_point() or self._shard < self._last:
                     new.copy_(old)
             if self._shard == self._last:
                 self._finish()
-            else:
-                for new, old in self._others:
-                    new.copy_(old)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Add the gradients of a bucket to the sums as soon as all of them are computed."""
@@ -271,40 +288,40 @@ class ShardGradients:
         with torch.no_grad():
             self._collect()
 
-    def _collect(self, are_missing_zero: bool = False) -> None:
+    def _collect(self, missing_as_zeros: bool = False) -> None:
         """Add the gradients of complete buckets to the sums. After the last shard, start to exchange them.
 
         All ranks do that in the same order.
         """
         for bucket in self._buckets[self._collected :]:
-            if bucket.waiting and not are_missing_zero:
+            if bucket.waiting and not missing_as_zeros:
                 return
             bucket.add(self._shard, [parameter.grad for parameter in bucket.tensors])
             for parameter in bucket.tensors:
                 parameter.grad = None
             if self._shard == self._last:
-                bucket.start()
+                bucket.start_exchange()
                 if self._collected >= _BUCKETS_IN_FLIGHT:
-                    self._buckets[self._collected - _BUCKETS_IN_FLIGHT].add_up()
+                    self._buckets[self._collected - _BUCKETS_IN_FLIGHT].start_gather()
             self._collected += 1
 
     def _finish(self) -> None:
         """Complete the exchange, and set the gradients and the buffers."""
         for bucket in self._buckets[-_BUCKETS_IN_FLIGHT:]:
-            bucket.add_up()
-        for bucket, _ in self._statistics:
-            bucket.start()
-            bucket.add_up()
+            bucket.start_gather()
+        for bucket in self._buffer_buckets:
+            bucket.start_exchange()
+            bucket.start_gather()
         for bucket in self._buckets:
-            for parameter, gradient in zip(bucket.tensors, bucket.sums(), strict=True):
+            for parameter, gradient in zip(bucket.tensors, bucket.wait(), strict=True):
                 parameter.grad = gradient
-        for bucket, before in self._statistics:
-            for buffer, old, change in zip(bucket.tensors, before, bucket.sums(), strict=True):
-                buffer.copy_(old + change)
+        for bucket in self._buffer_buckets:
+            for buffer, change in zip(bucket.tensors, bucket.wait(), strict=True):
+                buffer += change
 
 
 def environment() -> dict[str, Any]:
-    """Return what the bits of a result depend on besides the program: the processor, its threads, and settings."""
+    """Return the hardware, versions and settings that affect rounding."""
     on_gpu = torch.cuda.is_initialized()
     return {
         "torch": torch.__version__,

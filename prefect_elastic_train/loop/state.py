@@ -64,8 +64,8 @@ class State(Protocol):
         """
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> Any:
-        """Return the ``ShardGradients`` of the modules. Default: raise TypeError. The session calls it on all ranks."""
-        raise TypeError(f"shards={shards}: a {type(self).__name__} has no torch modules, give a TorchState")
+        """Create the ``ShardGradients`` of the modules. The session calls it on all ranks. Default: raise TypeError."""
+        raise TypeError(f"shards={shards}: a {type(self).__name__} is not supported; use a TorchState")
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the loop's state at a save, so that the loop can go on, and return a function that writes the copy.

@@ -108,7 +108,7 @@ class TorchState(State):
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
-        """Return what computes the gradients of the modules from shards of the batch. Call it on all ranks together."""
+        """Create the ``ShardGradients`` of the modules. Call it on all ranks together."""
         return ShardGradients(self._modules.values(), rank, world_size, shards)
 
     def stage(self, directory: str) -> Callable[[], None]:

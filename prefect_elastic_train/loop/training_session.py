@@ -102,8 +102,8 @@ class Session(AbstractContextManager["Session"]):
             checkpoint has the weights that were scored. If the score is reported at every step, only the first two
             steps are saved for it.
         shards: Number of parts of each global batch: a power of two, at least the number of workers. Each part is a
-            batch, and the gradients of all parts are added in a fixed order, so the weights are the same at any number
-            of workers, bit for bit. For plain modules of a ``TorchState``; call :meth:`backward`. 0: no shards.
+            batch, and the gradients of all parts are added in a fixed order, so the weights are bitwise identical with
+            any number of workers. For unwrapped modules in a ``TorchState``; call :meth:`backward`. 0: no shards.
         mesh: The torch ``DeviceMesh`` of the data parallel dimension, such as ``mesh["dp"]``. Ranks that differ only in
             another dimension, such as tensor parallel, get the same samples. Default: each rank has its own share.
         recovery_points: Interval in steps between recovery points: copies of the state in memory that outlives the
@@ -116,10 +116,10 @@ class Session(AbstractContextManager["Session"]):
         end: Value of ``done`` at which the loop ends.
         rank: Rank of this worker.
         world_size: Number of workers.
-        most_workers: Largest number of workers with at least one sample each in a step.
+        most_workers: Largest number of workers with at least one sample, or shard, each in a step.
         weight: Weight of this rank's mean over the current batch. Multiply the mean by it, sum over the batches of a
             step (or of :meth:`once`), and average over the ranks, to get the mean over all samples. With ``shards``,
-            the sum over all shards of all ranks is the mean.
+            sum over the ranks instead of averaging.
         samples: Indices of the current batch's samples, an int64 array.
         is_last_part: True if the current batch is the last of its step.
         began_at: Start of this worker's first step, in seconds since the epoch; 0.0 before. It is the time of the first
@@ -201,13 +201,13 @@ class Session(AbstractContextManager["Session"]):
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
+        self._shards = shards
         self._set_share(mesh)
         if shards and not (self.world_size <= shards <= global_batch and shards.bit_count() == 1 and mesh is None):
             raise ValueError(
-                f"shards={shards}: must be a power of two from the number of workers ({self.world_size}) to the "
-                f"global_batch ({global_batch}), without a mesh"
+                f"shards={shards}: must be a power of two between the number of workers ({self.world_size}) and "
+                f"global_batch ({global_batch}); a mesh is not supported"
             )
-        self._shards = shards
         self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
@@ -235,7 +235,7 @@ class Session(AbstractContextManager["Session"]):
         state.prepare()
         self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
         if self._gradients:
-            self._check_environment(self._gradients)
+            self._record_environment(self._gradients)
         current = self
         if states:  # repeat a required save now, if the restored step is one on rank 0
             self._is_open = True
@@ -251,20 +251,20 @@ class Session(AbstractContextManager["Session"]):
         count = len(data_ranks)
         self._share = (self.rank if mesh is None else data_ranks.index(mesh.get_rank()), count)
         self._is_counted = 0 in data_ranks  # one of the ranks with the same samples records them
-        self.most_workers = self._global_batch * self.world_size // count
+        self.most_workers = self._shards or self._global_batch * self.world_size // count
         if self._global_batch < count:
             raise ValueError(
                 f"global_batch={self._global_batch} is below the {count} workers, each of which needs a sample"
                 f" of every step. Make it larger, or train with max_workers={self._global_batch}"
             )
 
-    def _check_environment(self, gradients: Any) -> None:
-        """Record what the bits of the weights depend on, and warn if it differs from what the run began with."""
+    def _record_environment(self, gradients: Any) -> None:
+        """Record the hardware and settings that affect rounding, and warn if they differ from those of the run."""
         now, first = (environment | {"shards": self._shards} for environment in gradients.environments)
         first = self._about.setdefault("environment", first)
         if differing := [f"{name} {now[name]}, not {first.get(name)}" for name in now if now[name] != first.get(name)]:
             logger.warning(
-                "The weights may differ in the last bits from those at another number of workers: rank %d has %s",
+                "The weights may not be bitwise identical with any number of workers: rank %d has %s as the run began",
                 self.rank,
                 "; ".join(differing),
             )
@@ -324,7 +324,7 @@ class Session(AbstractContextManager["Session"]):
         self._order = order
         self._step_samples = []
         if self._shards and micro_batch:
-            raise ValueError(f"micro_batch={micro_batch}: each shard is a batch, so give more shards in place of it")
+            raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
         sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch, self._shards)
         loaded = load(dataset, sampler, loader)
         for (step, part, parts, is_last), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
@@ -373,10 +373,10 @@ class Session(AbstractContextManager["Session"]):
             self.weight, self.samples = of_training
 
     def backward(self, loss: Any) -> None:
-        """Compute the gradients of a batch of a session with ``shards``; without, call ``loss.backward()``.
+        """Compute the gradients of the current batch. Without ``shards``, it is ``loss.backward()``.
 
-        Call it once for each batch. After the last batch of a step (:attr:`is_last_part`), the parameters have the
-        gradients of the global batch, the same on all ranks. Clip them then.
+        With them, call it once for each batch. After the last batch of a step (:attr:`is_last_part`), the parameters
+        have the gradients of the global batch, the same on all ranks. Clip them then.
 
         Args:
             loss: Mean over the batch, multiplied by :attr:`weight`: a tensor.
@@ -402,10 +402,10 @@ class Session(AbstractContextManager["Session"]):
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
-        if self._gradients and not (self._gradients.is_computed and self.is_last_part):
+        if self._gradients and not (self._in_batches and self._gradients.has_gradients and self.is_last_part):
             raise LoopError(
-                "with shards, call session.backward(loss) for each batch in place of loss.backward(), and the optimizer"
-                " and session.step() after the last batch of a step: if session.is_last_part"
+                "with shards, use session.batches, call session.backward(loss) instead of loss.backward() for each "
+                "batch, and optimizer.step() and session.step() only if session.is_last_part"
             )
         self._close_step()
         self._about["seen"] += self._order.size(self.done)

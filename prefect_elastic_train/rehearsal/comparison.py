@@ -120,7 +120,7 @@ class _Comparer:
         self.has_state = any(left.keys() & right.keys() for left, right in map(_ReportPair.states, saved))
         self._compared = saved if self.has_state else self.pairs
         self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
-        # A session with shards gets the same bits at any number of workers.
+        # Only a session with shards records its environment.
         files = undisturbed.folder.glob(f"*/{SESSION_FILE}")
         self._has_shards = any("environment" in json.loads(file.read_text()) for file in files)
         self.gaps: list[_Gap] = []
@@ -136,7 +136,8 @@ class _Comparer:
             sizes.append(size)
             is_same_size = self._has_shards or len({*sizes}) == 1
             limit = max(_SAME_SIZE_TOLERANCE if is_same_size else self._tolerance, _MAX_GROWTH * previous)
-            limit *= not self._has_shards
+            if self._has_shards:
+                limit = 0.0
             pairs = [pair for pair in self._compared if pair.disturbed.group == group]
             gaps = self._gaps(pairs, is_same_size)
             limited = gaps
@@ -213,12 +214,12 @@ class _Comparer:
             f"after {gap.pair.disturbed.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
             "undisturbed training"
         )
-        if self._has_shards and len(sizes) > 2:
+        if self._has_shards:
             problem = Problem(
-                "has other bits",
-                f"{summary}; with shards they must be the same, bit for bit",
-                "look for a warning about another environment; draw random numbers from the global generators only, "
-                "between a batch and its backward pass; and pass all state to the session",
+                "not bitwise identical",
+                f"{summary}; with shards the weights must be bitwise identical",
+                "look for the session's warning about this in the log; use only the global random generators, and only "
+                "between getting a batch and session.backward(); pass all state to the session",
             )
         elif sizes[-1] != sizes[-2]:
             history = ", then ".join(map(str, sizes[1:]))

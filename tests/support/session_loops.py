@@ -68,6 +68,8 @@ def torch_loop(config: dict[str, Any]) -> None:
     if where["rank"] == 1 and config.get("dies_within"):
         die_within(config["dies_within"], config["ledger"])
     layers = [torch.nn.Linear(INPUTS, 16), torch.nn.Tanh(), torch.nn.Dropout(config.get("dropout", 0.0))]
+    if "shards" in config:
+        layers += [torch.nn.Unflatten(1, (4, 4)), torch.nn.BatchNorm1d(4), torch.nn.Flatten()]
     model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1)).double()
     if config.get("fsdp"):
         from torch.distributed.device_mesh import init_device_mesh

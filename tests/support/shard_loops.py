@@ -116,7 +116,7 @@ def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[int, i
         The hashes of all ranks; and for each exchange of a bucket by the last rank, the bytes of the bucket and those
         that it sent.
     """
-    config = {"steps": 12, "dtype": "float32", "num_workers": 0, **config}
+    config = {"steps": 12, "dtype": "float32", "num_workers": 0, "bucket_bytes": 2**20, **config}
     with tempfile.TemporaryDirectory() as folder:
         config["digest"] = f"{folder}/digest"
         command = [sys.executable, "-m", __name__, str(world_size), json.dumps(config)]
@@ -129,7 +129,7 @@ def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     """Train as one rank of a group of plain processes."""
     import torch.distributed as dist
 
-    from prefect_elastic_train.loop import training_session
+    from prefect_elastic_train.loop import shard_gradients, training_session
 
     rendezvous = Path(config["digest"]).with_name("rendezvous")
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -141,6 +141,7 @@ def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     ray = SimpleNamespace(get_checkpoint=lambda: None, report=lambda *_, **__: None, CheckpointUploadMode=modes)
     sys.modules["ray.train"] = ray  # type: ignore[assignment]
     training_session.local_context = lambda: context
+    shard_gradients._BUCKET_BYTES = config["bucket_bytes"]
     _mutate(config.get("mutant", ""), rank)
     sent = _count_sent(rank, world_size)
     train(config)
@@ -153,15 +154,16 @@ def _mutate(mutant: str, rank: int) -> None:
     """Break what makes the bits equal: the order of the sums (``order``) or the random numbers (``seed``)."""
     from prefect_elastic_train.loop import batches, shard_gradients, state, training_session
 
-    def add_in_a_row(blocks: list[Any], block: Any) -> Any:
-        if blocks:
-            first, size, values = blocks.pop()
-            yield block.values
-            block = shard_gradients.Block(first, size + block.size, iadd(values, block.values))
-        blocks.append(block)
+    def add_in_a_row(sums: list[Any], new: Any) -> list[Any]:
+        if not sums:
+            sums.append(new)
+            return []
+        first, size, values = sums.pop()
+        sums.append(shard_gradients.PartialSum(first, size + new.size, iadd(values, new.values)))
+        return [new.values]
 
     if mutant == "order":
-        shard_gradients.add_block = add_in_a_row
+        shard_gradients.add_partial_sum = add_in_a_row
     elif mutant:
         module = {"seed": training_session, "seed of reading": batches}[mutant]
         module.seed_everything = lambda *key: state.seed_everything(*key, rank)

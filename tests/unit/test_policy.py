@@ -348,7 +348,7 @@ def test_a_group_grows_and_restarts_no_further_than_its_session_has_samples_for_
         assert wide.grow(8, committed=True) is None
         assert wide.start(8) == 2  # after a failure
     [warning] = caplog.messages
-    assert warning.startswith("At most 2 worker(s) will train, since a step has no samples for more")
+    assert warning.startswith("At most 2 worker(s) will train, since a step has no samples or shards for more")
     assert _policy(1, 2).start(8) == 2
     assert caplog.messages == [warning]  # max_workers=2 needs no warning
 

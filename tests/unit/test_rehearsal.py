@@ -202,7 +202,7 @@ def test_with_shards_all_bits_must_be_the_same_also_after_a_resize(tmp_path: Pat
         (folder / SESSION_FILE).write_text(json.dumps({"environment": {"shards": 4}} if has_shards else {}))
     resized = _trace(folder=tmp_path / "other", resumes={11: (10, 1)}, states=states)
     _, problem = compare_trainings(one, resized)
-    assert (problem.about if problem else "") == ("has other bits" if has_shards else "")
+    assert (problem.about if problem else "") == ("not bitwise identical" if has_shards else "")
     _, problem = compare_trainings(one, _trace(folder=tmp_path / "same", resumes={11: (10, 1)}))
     assert problem is None
 

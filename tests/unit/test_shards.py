@@ -17,7 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from prefect_elastic_train import loop
 from prefect_elastic_train.loop import training_session
 from prefect_elastic_train.loop.order import BatchPosition, SampleOrder, shards_of
-from prefect_elastic_train.loop.shard_gradients import Block, ShardGradients, _Bucket, add_block, blocks_of
+from prefect_elastic_train.loop.shard_gradients import (
+    PartialSum,
+    ShardGradients,
+    _Bucket,
+    add_partial_sum,
+    partial_sums_of,
+)
 from tests.support.shard_loops import SHARDS
 
 
@@ -42,16 +48,18 @@ def test_sums_have_the_same_order_at_any_number_of_workers_and_few_blocks(shards
     for world in range(1, shards + 1):
         exchanged = []
         for rank in range(world):
-            own: list[Block] = []
+            own: list[PartialSum] = []
             for shard in shards_of(rank, world, shards):
-                list(add_block(own, Block(shard, 1, Sum(shard))))
-            assert [block[:2] for block in own] == [block[:2] for block in blocks_of(shards_of(rank, world, shards))]
+                list(add_partial_sum(own, PartialSum(shard, 1, Sum(shard))))
+            assert [block[:2] for block in own] == [
+                block[:2] for block in partial_sums_of(shards_of(rank, world, shards))
+            ]
             assert len(own) <= max(1, math.log2(shards))
             assert len(own) == 1 or shards % world, "one block for each rank: the traffic of an all-reduce"
             exchanged += own
-        total: list[Block] = []
+        total: list[PartialSum] = []
         for block in exchanged:
-            list(add_block(total, block))
+            list(add_partial_sum(total, block))
         [[first, size, order]] = total
         assert (first, size) == (0, shards)
         orders.add(order)
@@ -109,8 +117,9 @@ def test_a_shard_without_samples_adds_nothing_whatever_its_loss() -> None:
         for batch in session.batches(DATA[:6]):
             inputs = torch.from_numpy(np.repeat(batch, 2, axis=0))
             session.backward(model(inputs).sum() * session.weight / (session.weight > 0))
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-        session.step()
+            if session.is_last_part:
+                assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+                session.step()
 
 
 def test_running_statistics_are_the_mean_over_the_shards_and_other_buffers_stay_as_they_are() -> None:
@@ -122,32 +131,85 @@ def test_running_statistics_are_the_mean_over_the_shards_and_other_buffers_stay_
         for batch in session.batches(DATA):
             means.append(batch.mean(0))
             session.backward(model(torch.from_numpy(batch)).sum() * session.weight)
-        session.step()
+            session.step() if session.is_last_part else None
     np.testing.assert_allclose(model.running_mean, 0.5 * np.mean(means, axis=0), rtol=1e-6)
     assert (model.mask.tolist(), int(model.num_batches_tracked)) == ([-math.inf, pytest.approx(0.1)], 1)
 
 
-def test_parameters_may_be_frozen_unused_or_used_twice() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.unused, self.frozen = (torch.nn.Linear(3, 3) for _ in range(3))
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.unused, self.frozen = (torch.nn.Linear(3, 3) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(1))
 
-        def forward(self, batch: Any) -> Any:
-            return self.frozen(self.shared(self.shared(batch)))
+    def forward(self, batch: Any) -> Any:
+        return self.frozen(self.shared(self.shared(batch)))
 
+
+def _compute(gradients: ShardGradients, model: Any, *shards: int) -> None:
+    for shard in shards:
+        gradients.begin(shard, 0.5)
+        gradients.backward(model(torch.ones(2, 3)).sum() * 0.5)
+
+
+def test_parameters_may_be_shared_unused_frozen_and_trained_again() -> None:
     model = Model()
     gradients = ShardGradients([model], 0, 1, 2)
-    for is_trained in (False, True):  # from the second step on
-        model.frozen.requires_grad_(is_trained)
-        for shard in range(2):
-            gradients.begin(shard, 0.5)
-            gradients.backward(model(torch.ones(2, 3)).sum() * 0.5)
+    for is_trained in (False, True, False):  # each from a step on
+        gradients.begin(0, 0.5)
+        model.frozen.requires_grad_(is_trained)  # in the loop's body
+        gradients.backward(model(torch.ones(2, 3)).sum() * 0.5)
+        _compute(gradients, model, 1)
         expected = torch.autograd.grad(model(torch.ones(2, 3)).sum(), [*model.shared.parameters()])
         for parameter, gradient in zip(model.shared.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
         assert not model.unused.weight.grad.any()
         assert (model.frozen.weight.grad is not None) == is_trained
+
+
+def test_a_step_that_the_loop_has_left_in_the_middle_leaves_nothing() -> None:
+    model = torch.nn.Linear(3, 1)
+    gradients = ShardGradients([model], 0, 1, 8)
+    _compute(gradients, model, *range(8))
+    expected = model.weight.grad.clone()
+    _compute(gradients, model, *range(5))
+    gradients.begin(5, 0.5)
+    _compute(gradients, model, *range(8))
+    assert torch.equal(model.weight.grad, expected)
+
+
+def _unfreeze(model: Model) -> None:
+    model.frozen.requires_grad_(False)
+
+
+def _replace_buffer(model: Model) -> None:
+    model.seen = model.seen + 1
+
+
+def _compute_elsewhere(model: Model) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("change", [_unfreeze, _replace_buffer, _compute_elsewhere])
+def test_changes_within_a_step_that_ranks_would_not_share_are_refused(change: Callable[[Model], None]) -> None:
+    model = Model()
+    gradients = ShardGradients([model], 0, 1, 2)
+    _compute(gradients, model, 0)
+    gradients.begin(1, 0.5)
+    change(model)
+    with pytest.raises(RuntimeError, match="within a step, requires_grad was changed, a buffer was replaced"):
+        gradients.backward(model(torch.ones(2, 3)).sum())
+
+
+def test_a_parameter_that_two_segments_of_a_reentrant_checkpoint_use_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = torch.nn.Linear(3, 3)
+    gradients = ShardGradients([model], 0, 1, 1)
+    gradients.begin(0, 1.0)
+    hidden = checkpoint(model, torch.ones(2, 3, requires_grad=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        gradients.backward(checkpoint(model, hidden, use_reentrant=True).sum())
 
 
 def test_sums_take_as_much_memory_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +218,7 @@ def test_sums_take_as_much_memory_as_promised(monkeypatch: pytest.MonkeyPatch) -
     for world in range(1, SHARDS + 1):
         ranges = [shards_of(rank, world, SHARDS) for rank in range(world)]
         for shards in ranges:
-            bucket = _Bucket([torch.zeros(5)], [blocks_of(each) for each in ranges])
+            bucket = _Bucket([torch.zeros(5)], [partial_sums_of(each) for each in ranges])
             made.clear()
             for shard in shards:
                 bucket.add(shard, [torch.ones(5)])
@@ -174,14 +236,15 @@ def _session(part: Any = None, **options: Any) -> loop.Session:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: _session(shards=3), "shards=3: must be a power of two from the number of workers"),
-        (lambda: _session(shards=16), r"to the global_batch \(8\)"),
-        (lambda: next(_session().batches(DATA, micro_batch=2)), "micro_batch=2: each shard is a batch"),
+        (lambda: _session(shards=3), "shards=3: must be a power of two between the number of workers"),
+        (lambda: _session(shards=16), r"and global_batch \(8\)"),
+        (lambda: next(_session().batches(DATA, micro_batch=2)), "micro_batch=2: not supported with shards"),
         (lambda: _session(torch.nn.SyncBatchNorm(3)), "do not support SyncBatchNorm"),
+        (lambda: _session(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 1)), "need modules"),
         (lambda: _session(torch.nn.Embedding(3, 1, sparse=True)), "do not support Embedding"),
         (
             lambda: loop.session(loop.ArrayState(weights=0.0), steps=1, global_batch=8, shards=4),
-            "shards=4: a ArrayState has no torch modules",
+            "shards=4: a ArrayState is not supported",
         ),
     ],
 )
@@ -218,18 +281,26 @@ def _misuse(kind: str) -> None:
             elif kind == "two losses":
                 session.backward(loss)
                 session.backward(loss)
+            elif kind == "another loop":
+                break
             elif kind == "an early step":
                 session.backward(loss)
                 session.step()
             session.step() if session.is_last_part else None
+        session.step()
+
+
+def test_a_group_grows_to_as_many_workers_as_there_are_shards() -> None:
+    assert (_session(shards=4).most_workers, _session(shards=0).most_workers) == (4, 8)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("another backward", r"call session.backward\(loss\) for each"),
-        ("two losses", r"call session.backward\(\) once for a batch"),
+        ("another backward", r"session.backward\(\) was not called for the last batch"),
+        ("two losses", r"session.backward\(\) was called twice for a batch"),
         ("an early step", "if session.is_last_part"),
+        ("another loop", "use session.batches"),
     ],
 )
 def test_a_loop_that_does_not_compute_the_gradients_of_each_shard_once_is_told_so(kind: str, message: str) -> None:
@@ -241,8 +312,8 @@ def test_a_worker_whose_environment_is_not_that_of_the_run_is_told_so(caplog: py
     session = _session()
     about = json.loads(json.dumps(session._about))
     assert (about["environment"]["shards"], about["environment"]["threads"]) == (4, torch.get_num_threads())
-    assert "last bits" not in caplog.text
-    session._check_environment(SimpleNamespace(environments=[{**about["environment"], "threads": 99}, {}]))
+    assert "bitwise" not in caplog.text
+    session._record_environment(SimpleNamespace(environments=[{**about["environment"], "threads": 99}, {}]))
     assert "rank 0 has threads 99, not" in caplog.text
 
 
