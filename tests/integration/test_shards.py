@@ -22,7 +22,7 @@ def test_weights_are_bit_equal_at_any_number_of_workers(dtype: str, steps: int, 
     """A network with BatchNorm, dropout, augmentation, AdamW, clipping, a schedule and a short last batch."""
     found = [digests(size, dtype=dtype, steps=steps) for size in sizes]
     found.append(digests(sizes[-1], dtype=dtype, steps=steps, num_workers=1, bucket_bytes=100))  # many buckets
-    assert len(found[-1][1]) > 2 * len(found[-2][1])
+    assert len(found[-1][1]) > len(found[-2][1])
     assert len(set.union(*(hashes for hashes, _ in found))) == 1
     for size, (_, sent) in zip(sizes[1:], found[1:], strict=False):
         total, to_others = np.sum(sent, axis=0)
