@@ -100,7 +100,9 @@ def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated
     client: SyncPrefectClient, served: Path
 ) -> None:
     _automate(client, "digits/digits", "best-checkpoint")
-    run = client.create_flow_run_from_deployment(deployment_id(client, "digits/digits"), parameters={"epochs": 4})
+    run = client.create_flow_run_from_deployment(
+        deployment_id(client, "digits/digits"), parameters={"epochs": 4, "shards": 8}
+    )
     assert end_of(client, run.id, 240).is_completed()
     [matrix] = [one for one in artifacts_of(client, str(run.id), "markdown") if one.key == "digits-confusion-matrix"]
     assert "data:image/svg+xml;base64," in str(matrix.data)
