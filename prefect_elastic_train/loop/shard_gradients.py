@@ -74,20 +74,29 @@ class _Bucket:
         self._all_ranges = [(each.first, each.size) for each in chain(*sums)]
         self.own: list[PartialSum] = []
         self._unused: list[torch.Tensor] = []
-        self._padding = tensors[0].new_zeros(-sum(tensor.numel() for tensor in tensors) % len(sums))
+        self._current: torch.Tensor | None = None  # the sum to which values are added
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
 
-    def add(self, shard: int, values: Sequence[torch.Tensor | None]) -> None:
-        """Add the values of a shard; None: zeros."""
-        pairs = zip(self.tensors, values, strict=True)
-        flat = [(torch.zeros_like(tensor) if value is None else value).reshape(-1) for tensor, value in pairs]
-        if self.own and self.own[-1].size == 1 and shard % 2:  # the second half of a pair: add it without a copy
-            new = PartialSum(shard - 1, 2, self.own.pop().values)
-            for total, part in zip(new.values.split([*map(len, flat), len(self._padding)]), flat, strict=False):
-                total += part
-        else:
-            unused = self._unused.pop() if self._unused else None
-            new = PartialSum(shard, 1, torch.cat([*flat, self._padding], out=unused))
-        self._unused += add_partial_sum(self.own, new)
+    def current(self) -> list[torch.Tensor]:
+        """Return, for each tensor, the sum to which values are added. It starts as zeros."""
+        if self._current is None:
+            self._current = self._unused.pop().zero_() if self._unused else self.tensors[0].new_zeros(self._length)
+        return self._views(self._current)
+
+    def _views(self, values: torch.Tensor) -> list[torch.Tensor]:
+        parts = values[: sum(self._sizes)].split(self._sizes)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
+
+    def add(self, first: int, size: int) -> None:
+        """Add the current sum, which covers ``size`` shards from ``first`` on, to the partial sums."""
+        self._unused += add_partial_sum(self.own, PartialSum(first, size, self._current))
+        self._current = None
+
+    def clear(self) -> None:
+        """Drop the sums of a step that the loop has left."""
+        self.own = []
+        self._current = None
 
     def start_exchange(self) -> None:
         """Start to exchange the partial sums with the other ranks."""
@@ -117,17 +126,15 @@ class _Bucket:
             for covered, row in zip(self._all_ranges, self._received, strict=True):
                 add_partial_sum(sums, PartialSum(*covered, row))
             self._sent = sums[0].values.clone()
-            self._received = self._padding  # free the memory
+            del self._received  # free the memory
             self._work = _all_gather(_bytes(self._sum), _bytes(self._sent), async_op=True)
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for the chunks, and return the sum of each tensor's values, valid until the next step."""
         if len(self._counts) > 1:
             self._work.wait()
-            self._sent = self._padding
-        sizes = [tensor.numel() for tensor in self.tensors]
-        parts = self._sum[: sum(sizes)].split(sizes)
-        return [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
+            del self._sent
+        return self._views(self._sum)
 
 
 class ShardGradients:
@@ -212,8 +219,8 @@ class ShardGradients:
         self.has_gradients = False
         if shard > self._first:
             return
-        for bucket in self._buckets:  # of a step that the loop has left
-            bucket.own = []
+        for bucket in self._buckets:
+            bucket.clear()
         for parameter in self._tensors("parameters"):
             parameter.grad = None
         self._before = {buffer: buffer.clone() for buffer in self._tensors("buffers")}
@@ -257,17 +264,21 @@ class ShardGradients:
             )
         for bucket in self._buckets:
             bucket.waiting = {*bucket.tensors}
+            for parameter, total in zip(bucket.tensors, bucket.current(), strict=True):
+                parameter.grad = total  # autograd adds to it
         self._collected = 0
         if self._weight:
             loss.backward()
         self.has_gradients = True
         with torch.no_grad():
-            self._collect(missing_as_zeros=True)
+            self._collect(are_all_complete=True)
             self._collected = -1
             for bucket in self._buffer_buckets:
-                pairs = [(new, self._before[new]) for new in bucket.tensors]
-                changes = [torch.where(new == old, 0, (new - old) * self._weight) for new, old in pairs]
-                bucket.add(self._shard, changes if self._weight else [None] * len(pairs))
+                for new, total in zip(bucket.tensors, bucket.current(), strict=True):
+                    old = self._before[new]
+                    if self._weight:
+                        total += torch.where(new == old, 0, (new - old) * self._weight)
+                bucket.add(self._shard, 1)
             for new, old in self._before.items():
                 if new.is_floating_point() or self._shard < self._last:
                     new.copy_(old)
@@ -288,17 +299,19 @@ class ShardGradients:
         with torch.no_grad():
             self._collect()
 
-    def _collect(self, missing_as_zeros: bool = False) -> None:
+    def _collect(self, are_all_complete: bool = False) -> None:
         """Add the gradients of complete buckets to the sums. After the last shard, start to exchange them.
 
         All ranks do that in the same order.
         """
         for bucket in self._buckets[self._collected :]:
-            if bucket.waiting and not missing_as_zeros:
+            if bucket.waiting and not are_all_complete:
                 return
-            bucket.add(self._shard, [parameter.grad for parameter in bucket.tensors])
             for parameter in bucket.tensors:
                 parameter.grad = None
+            if self._shard % 2 or self._shard == self._last:  # autograd has added up the shards of a pair
+                first = max(self._first, self._shard - self._shard % 2)
+                bucket.add(first, self._shard - first + 1)
             if self._shard == self._last:
                 bucket.start_exchange()
                 if self._collected >= _BUCKETS_IN_FLIGHT:

@@ -139,7 +139,9 @@ def seed_everything(*key: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond without a GPU
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
 
 
 class ArrayState(State):
