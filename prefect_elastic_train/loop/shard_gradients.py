@@ -76,6 +76,8 @@ class _Bucket:
         self._unused: list[torch.Tensor] = []
         self._current: torch.Tensor | None = None  # the sum to which values are added
         self._sizes = [tensor.numel() for tensor in tensors]
+        self._strides = [torch.empty_like(tensor.detach(), device="meta").stride() for tensor in tensors]
+        self.totals: list[torch.Tensor] = []  # the sums to which autograd adds gradients
         self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
 
     def current(self) -> list[torch.Tensor]:
@@ -86,7 +88,8 @@ class _Bucket:
 
     def _views(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = values[: sum(self._sizes)].split(self._sizes)
-        return [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
+        forms = zip(parts, self.tensors, self._strides, strict=True)
+        return [part.as_strided(tensor.shape, stride) for part, tensor, stride in forms]
 
     def add(self, first: int, size: int) -> None:
         """Add the current sum, which covers ``size`` shards from ``first`` on, to the partial sums."""
@@ -264,8 +267,9 @@ class ShardGradients:
             )
         for bucket in self._buckets:
             bucket.waiting = {*bucket.tensors}
-            for parameter, total in zip(bucket.tensors, bucket.current(), strict=True):
-                parameter.grad = total  # autograd adds to it
+            bucket.totals = bucket.current()
+            for parameter, total in zip(bucket.tensors, bucket.totals, strict=True):
+                parameter.grad = total
         self._collected = 0
         if self._weight:
             loss.backward()
@@ -307,7 +311,9 @@ class ShardGradients:
         for bucket in self._buckets[self._collected :]:
             if bucket.waiting and not are_all_complete:
                 return
-            for parameter in bucket.tensors:
+            for parameter, total in zip(bucket.tensors, bucket.totals, strict=True):
+                if parameter.grad is not total:
+                    raise RuntimeError("a hook has replaced parameter.grad: use parameter.register_hook")
                 parameter.grad = None
             if self._shard % 2 or self._shard == self._last:  # autograd has added up the shards of a pair
                 first = max(self._first, self._shard - self._shard % 2)

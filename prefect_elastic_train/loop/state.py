@@ -139,9 +139,9 @@ def seed_everything(*key: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond without a GPU
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed_all(seed)
+        is_cpu_only = torch.accelerator.current_accelerator() is None
+        # Equivalent on CPUs, where torch.manual_seed takes a millisecond.
+        (torch.default_generator.manual_seed if is_cpu_only else torch.manual_seed)(seed)
 
 
 class ArrayState(State):

@@ -201,6 +201,22 @@ def test_changes_within_a_step_that_ranks_would_not_share_are_refused(change: Ca
         gradients.backward(model(torch.ones(2, 3)).sum())
 
 
+def test_gradients_have_the_memory_format_of_their_parameters_and_are_not_replaced() -> None:
+    model = torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+    gradients = ShardGradients([model], 0, 1, 1)
+    images = torch.rand(2, 3, 4, 4)
+    gradients.begin(0, 1.0)
+    gradients.backward(model(images).square().sum())
+    [expected] = torch.autograd.grad(model(images).square().sum(), [model.weight])
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert model.weight.grad.stride() == model.weight.stride()
+    model.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", weight.grad.clamp(0)))
+    gradients = ShardGradients([model], 0, 1, 1)
+    gradients.begin(0, 1.0)
+    with pytest.raises(RuntimeError, match=r"use parameter\.register_hook"):
+        gradients.backward(model(images).sum())
+
+
 def test_a_parameter_that_two_segments_of_a_reentrant_checkpoint_use_is_refused() -> None:
     from torch.utils.checkpoint import checkpoint
 
