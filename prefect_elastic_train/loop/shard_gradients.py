@@ -171,7 +171,7 @@ class ShardGradients:
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._hooks: list[Any] = []
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # values of the buffers before the step
-        self._buffer_buckets: list[_Bucket] = []  # of float buffers
+        self._buffer_buckets: list[_Bucket] = []  # buckets for the changes of float buffers
         self._collected = -1  # number of buckets that have the gradients of the current shard; -1: outside of backward
         self._shard = 0
         self._weight = 0.0
