@@ -22,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .order import shards_of
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 _BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
-_BUCKETS_IN_FLIGHT = 2  # buckets that are exchanged while the next one is computed
 _UNSUPPORTED = (DistributedDataParallel, FullyShardedDataParallel, torch.nn.SyncBatchNorm)
 
 
@@ -65,26 +63,28 @@ class _Bucket:
     Args:
         tensors: The tensors.
         sums: The partial sums of each rank, in the order of the ranks.
+        rank: This rank.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], sums: Sequence[Sequence[PartialSum]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], sums: Sequence[Sequence[PartialSum]], rank: int) -> None:
         self.tensors = tensors
         self.waiting: set[torch.Tensor] = set()  # those that have no gradient of the current shard yet
-        self._counts = [*map(len, sums)]
-        self._all_ranges = [(each.first, each.size) for each in chain(*sums)]
+        self._sums = sums
+        self._rank = rank
         self.own: list[PartialSum] = []
         self._unused: list[torch.Tensor] = []
         self._current: torch.Tensor | None = None  # the sum to which values are added
         self._sizes = [tensor.numel() for tensor in tensors]
         self._strides = [torch.empty_like(tensor.detach(), device="meta").stride() for tensor in tensors]
-        self.totals: list[torch.Tensor] = []  # the sums to which autograd adds gradients
+        self.totals: list[torch.Tensor] = []  # what current() returned
         self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
 
     def current(self) -> list[torch.Tensor]:
         """Return, for each tensor, the sum to which values are added. It starts as zeros."""
         if self._current is None:
             self._current = self._unused.pop().zero_() if self._unused else self.tensors[0].new_zeros(self._length)
-        return self._views(self._current)
+            self.totals = self._views(self._current)
+        return self.totals
 
     def _views(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = values[: sum(self._sizes)].split(self._sizes)
@@ -102,42 +102,43 @@ class _Bucket:
         self._current = None
 
     def start_exchange(self) -> None:
-        """Start to exchange the partial sums with the other ranks."""
-        own = [each.values for each in self.own]
+        """Start to exchange the partial sums with the other ranks: each gets one chunk of all of them."""
+        own = [each.values.view(len(self._sums), -1) for each in self.own]
+        self._unused += [each.values for each in self.own]
         self.own = []
-        self._unused += own
-        self._sum = own[0]
-        if (ranks := len(self._counts)) == 1:
-            return
-        self._sent = own[0] if len(own) == 1 else torch.stack(own).view(len(own), ranks, -1).transpose(0, 1).flatten()
-        chunk = len(own[0]) // ranks
-        self._received = self._sent.new_empty(len(self._all_ranges), chunk)
-        size = chunk * self._sent.element_size()
-        self._work = dist.all_to_all_single(
-            _bytes(self._received),
-            _bytes(self._sent),
-            [size * count for count in self._counts],
-            [size * len(own)] * ranks,
-            async_op=True,
-        )
+        self._chunks = own[0]
+        self._parts = []  # this rank's chunk of all partial sums
+        operations = []
+        for peer, sums in enumerate(self._sums):
+            if peer == self._rank:
+                rows = [chunks[peer] for chunks in own]
+            else:
+                rows = [torch.empty_like(own[0][0]) for _ in sums]
+                operations += [dist.P2POp(dist.irecv, _bytes(row), peer) for row in rows]
+                operations += [dist.P2POp(dist.isend, _bytes(chunks[peer]), peer) for chunks in own]
+            self._parts += [each._replace(values=row) for each, row in zip(sums, rows, strict=True)]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def start_gather(self) -> None:
         """Add up this rank's chunk of all partial sums, and start to gather the chunks of all ranks."""
-        if len(self._counts) > 1:
-            self._work.wait()
-            sums: list[PartialSum] = []
-            for covered, row in zip(self._all_ranges, self._received, strict=True):
-                add_partial_sum(sums, PartialSum(*covered, row))
-            self._sent = sums[0].values.clone()
-            del self._received  # free the memory
-            self._work = _all_gather(_bytes(self._sum), _bytes(self._sent), async_op=True)
+        self.wait()
+        sums: list[PartialSum] = []
+        for part in self._parts:
+            add_partial_sum(sums, part)
+        self._parts = []  # free the memory
+        self._chunks[self._rank] = sums[0].values
+        operations = []
+        for peer, chunk in enumerate(self._chunks):
+            if peer != self._rank:
+                operations.append(dist.P2POp(dist.irecv, _bytes(chunk), peer))
+                operations.append(dist.P2POp(dist.isend, _bytes(self._chunks[self._rank]), peer))
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the chunks, and return the sum of each tensor's values, valid until the next step."""
-        if len(self._counts) > 1:
-            self._work.wait()
-            del self._sent
-        return self._views(self._sum)
+        """Wait for the other ranks, and return the sum of each tensor's values, valid until the next step."""
+        for work in self._works:
+            work.wait()
+        return self._views(self._chunks.view(-1))
 
 
 class ShardGradients:
@@ -164,6 +165,7 @@ class ShardGradients:
         self._modules = [*modules]
         self._check()
         own = shards_of(rank, world_size, shards)
+        self._rank = rank
         self._first = own[0]
         self._last = own[-1]
         self._sums = [partial_sums_of(shards_of(each, world_size, shards)) for each in range(world_size)]
@@ -234,7 +236,7 @@ class ShardGradients:
         groups = defaultdict(list)
         for tensor, begin in zip(tensors, accumulate((each.nbytes for each in tensors), initial=0), strict=False):
             groups[tensor.dtype, tensor.device, begin // _BUCKET_BYTES].append(tensor)
-        return [_Bucket(group, self._sums) for group in groups.values()]
+        return [_Bucket(group, self._sums, self._rank) for group in groups.values()]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the shard. After this rank's last one, the parameters have those of the step.
@@ -249,26 +251,24 @@ class ShardGradients:
             raise RuntimeError(
                 "session.backward() was called twice for a batch: call it once, with the sum of the losses"
             )
-        parameters = [parameter for parameter in self._tensors("parameters") if parameter.requires_grad]
-        if self._shard == self._first and {*parameters} != self._bucket_of.keys():
-            for hook in self._hooks:
-                hook.remove()
-            self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
-            self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
-            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
-        if (
-            {*parameters} != self._bucket_of.keys()
-            or {*self._tensors("buffers")} != self._before.keys()
-            or any(parameter.grad is not None for parameter in parameters)
-        ):
+        has_changed = any(parameter.grad is not None for parameter in self._bucket_of)
+        if self._shard in (self._first, self._last):
+            parameters = [parameter for parameter in self._tensors("parameters") if parameter.requires_grad]
+            if self._shard == self._first and {*parameters} != self._bucket_of.keys():
+                for hook in self._hooks:
+                    hook.remove()
+                self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
+                self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
+                self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
+            has_changed |= {*parameters} != self._bucket_of.keys() or {*self._tensors("buffers")} != self._before.keys()
+        if has_changed:
             raise RuntimeError(
                 "within a step, requires_grad was changed, a buffer was replaced (use buffer.copy_(...)), or gradients "
                 "were computed without session.backward(), such as by a wrapper of the module"
             )
         for bucket in self._buckets:
             bucket.waiting = {*bucket.tensors}
-            bucket.totals = bucket.current()
-            for parameter, total in zip(bucket.tensors, bucket.totals, strict=True):
+            for parameter, total in zip(bucket.tensors, bucket.current(), strict=True):
                 parameter.grad = total
         self._collected = 0
         if self._weight:
@@ -282,7 +282,7 @@ class ShardGradients:
                     old = self._before[new]
                     if self._weight:
                         total += torch.where(new == old, 0, (new - old) * self._weight)
-                bucket.add(self._shard, 1)
+                self._add_pair(bucket)
             for new, old in self._before.items():
                 if new.is_floating_point() or self._shard < self._last:
                     new.copy_(old)
@@ -315,21 +315,24 @@ class ShardGradients:
                 if parameter.grad is not total:
                     raise RuntimeError("a hook has replaced parameter.grad: use parameter.register_hook")
                 parameter.grad = None
-            if self._shard % 2 or self._shard == self._last:  # autograd has added up the shards of a pair
-                first = max(self._first, self._shard - self._shard % 2)
-                bucket.add(first, self._shard - first + 1)
+            self._add_pair(bucket)
             if self._shard == self._last:
                 bucket.start_exchange()
-                if self._collected >= _BUCKETS_IN_FLIGHT:
-                    self._buckets[self._collected - _BUCKETS_IN_FLIGHT].start_gather()
+                if self._collected:
+                    self._buckets[self._collected - 1].start_gather()
             self._collected += 1
+
+    def _add_pair(self, bucket: _Bucket) -> None:
+        """Add the current sum of a bucket to the partial sums, after the second shard of each pair."""
+        if self._shard % 2 or self._shard == self._last:
+            first = max(self._first, self._shard - self._shard % 2)
+            bucket.add(first, self._shard - first + 1)
 
     def _finish(self) -> None:
         """Complete the exchange, and set the gradients and the buffers."""
-        for bucket in self._buckets[-_BUCKETS_IN_FLIGHT:]:
-            bucket.start_gather()
         for bucket in self._buffer_buckets:
             bucket.start_exchange()
+        for bucket in (*self._buckets[-1:], *self._buffer_buckets):
             bucket.start_gather()
         for bucket in self._buckets:
             for parameter, gradient in zip(bucket.tensors, bucket.wait(), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import multiprocessing
 import random
 import subprocess
@@ -109,12 +108,12 @@ def _torch() -> Any:
     return torch
 
 
-def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[int, int]]]:
+def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[float, int]]]:
     """Train with so many workers without Ray.
 
     Returns:
-        The hashes of all ranks; and for each exchange of a bucket by the last rank, the bytes of the bucket and those
-        that it sent.
+        The hashes of all ranks; and for each half of the exchange of a bucket by the last rank, half of the bytes of
+        the bucket and those that it sent.
     """
     config = {"steps": 12, "dtype": "float32", "num_workers": 0, "bucket_bytes": 2**20, **config}
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +142,7 @@ def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     training_session.local_context = lambda: context
     shard_gradients._BUCKET_BYTES = config["bucket_bytes"]
     _mutate(config.get("mutant", ""), rank)
-    sent = _count_sent(rank, world_size)
+    sent = _count_sent(world_size)
     train(config)
     if rank == world_size - 1:
         Path(f"{config['digest']}.sent").write_text(json.dumps(sent))
@@ -169,20 +168,19 @@ def _mutate(mutant: str, rank: int) -> None:
         module.seed_everything = lambda *key: state.seed_everything(*key, rank)
 
 
-def _count_sent(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Return a list that gets, for each bucket, its bytes and those that this rank sends to others."""
+def _count_sent(world_size: int) -> list[tuple[float, int]]:
+    """Return a list that gets, for each batch of operations, half of the bucket's bytes, and those that are sent."""
     import torch.distributed as dist
 
-    sent: list[tuple[int, int]] = []
-    exchange = dist.all_to_all_single
+    sent: list[tuple[float, int]] = []
+    exchange = dist.batch_isend_irecv
 
-    def count(output: Any, given: Any, received: list[int], splits: list[int], **options: Any) -> Any:
-        chunk = math.gcd(*received)  # the ranks have different numbers of blocks
-        to_others = sum(splits) - splits[rank] + chunk * (world_size - 1)  # and gathers what it has added up
-        sent.append((chunk * world_size, to_others))
-        return exchange(output, given, received, splits, **options)
+    def count(operations: list[Any]) -> Any:
+        sizes = [each.tensor.nbytes for each in operations if each.op is dist.isend]
+        sent.append((sizes[0] * world_size / 2, sum(sizes)))  # a bucket is exchanged by two batches of operations
+        return exchange(operations)
 
-    dist.all_to_all_single = count
+    dist.batch_isend_irecv = count
     return sent
 
 

@@ -232,7 +232,7 @@ def test_sums_take_as_much_memory_as_promised() -> None:
     for world in range(1, SHARDS + 1):
         ranges = [shards_of(rank, world, SHARDS) for rank in range(world)]
         for shards in ranges:
-            bucket = _Bucket([torch.zeros(5)], [partial_sums_of(each) for each in ranges])
+            bucket = _Bucket([torch.zeros(5)], [partial_sums_of(each) for each in ranges], 0)
             for shard in shards:
                 bucket.current()
                 if shard % 2 or shard == shards[-1]:  # a pair, or what is left of one
