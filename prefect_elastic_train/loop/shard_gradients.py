@@ -68,7 +68,6 @@ class _Bucket:
 
     def __init__(self, tensors: Sequence[torch.Tensor], sums: Sequence[Sequence[PartialSum]], rank: int) -> None:
         self.tensors = tensors
-        self.waiting: set[torch.Tensor] = set()  # those that have no gradient of the current shard yet
         self._sums = sums
         self._rank = rank
         self.own: list[PartialSum] = []
@@ -76,23 +75,35 @@ class _Bucket:
         self._current: torch.Tensor | None = None  # the sum to which values are added
         self._sizes = [tensor.numel() for tensor in tensors]
         self._strides = [torch.empty_like(tensor.detach(), device="meta").stride() for tensor in tensors]
-        self.totals: list[torch.Tensor] = []  # what current() returned
         self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
 
-    def current(self) -> list[torch.Tensor]:
-        """Return, for each tensor, the sum to which values are added. It starts as zeros."""
+    def begin(self) -> None:
+        """Begin a shard."""
+        self.waiting = {*self.tensors}  # those that have no values of the shard yet
         if self._current is None:
-            self._current = self._unused.pop().zero_() if self._unused else self.tensors[0].new_zeros(self._length)
-            self.totals = self._views(self._current)
-        return self.totals
+            self._current = self._unused.pop() if self._unused else self.tensors[0].new_zeros(self._length)
+            self._totals = self._views(self._current)
+            self._empty = {*self.tensors}  # those that have no values in the current sum yet
 
-    def _views(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, values: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
         parts = values[: sum(self._sizes)].split(self._sizes)
-        forms = zip(parts, self.tensors, self._strides, strict=True)
-        return [part.as_strided(tensor.shape, stride) for part, tensor, stride in forms]
+        forms = zip(self.tensors, parts, self._strides, strict=True)
+        return {tensor: part.as_strided(tensor.shape, stride) for tensor, part, stride in forms}
 
-    def add(self, first: int, size: int) -> None:
+    def add(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the values of a tensor to the current sum."""
+        self.waiting.remove(tensor)
+        total = self._totals[tensor]
+        if tensor in self._empty:
+            self._empty.remove(tensor)
+            total.copy_(values)
+        else:
+            total += values
+
+    def end(self, first: int, size: int) -> None:
         """Add the current sum, which covers ``size`` shards from ``first`` on, to the partial sums."""
+        for tensor in self._empty:
+            self._totals[tensor].zero_()
         self._unused += add_partial_sum(self.own, PartialSum(first, size, self._current))
         self._current = None
 
@@ -126,15 +137,15 @@ class _Bucket:
         for part in self._parts:
             add_partial_sum(sums, part)
         self._parts = []  # free the memory
-        self._chunks[self._rank] = sums[0].values
+        own = self._chunks[self._rank].copy_(sums[0].values)
         operations = []
         for peer, chunk in enumerate(self._chunks):
             if peer != self._rank:
                 operations.append(dist.P2POp(dist.irecv, _bytes(chunk), peer))
-                operations.append(dist.P2POp(dist.isend, _bytes(self._chunks[self._rank]), peer))
+                operations.append(dist.P2POp(dist.isend, _bytes(own), peer))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> dict[torch.Tensor, torch.Tensor]:
         """Wait for the other ranks, and return the sum of each tensor's values, valid until the next step."""
         for work in self._works:
             work.wait()
@@ -267,9 +278,7 @@ class ShardGradients:
                 "were computed without session.backward(), such as by a wrapper of the module"
             )
         for bucket in self._buckets:
-            bucket.waiting = {*bucket.tensors}
-            for parameter, total in zip(bucket.tensors, bucket.current(), strict=True):
-                parameter.grad = total
+            bucket.begin()
         self._collected = 0
         if self._weight:
             loss.backward()
@@ -278,11 +287,11 @@ class ShardGradients:
             self._collect(are_all_complete=True)
             self._collected = -1
             for bucket in self._buffer_buckets:
-                for new, total in zip(bucket.tensors, bucket.current(), strict=True):
+                bucket.begin()
+                for new in bucket.tensors if self._weight else ():
                     old = self._before[new]
-                    if self._weight:
-                        total += torch.where(new == old, 0, (new - old) * self._weight)
-                self._add_pair(bucket)
+                    bucket.add(new, torch.where(new == old, 0, (new - old) * self._weight))
+                self._end(bucket)
             for new, old in self._before.items():
                 if new.is_floating_point() or self._shard < self._last:
                     new.copy_(old)
@@ -293,14 +302,15 @@ class ShardGradients:
         """Add the gradients of a bucket to the sums as soon as all of them are computed."""
         if self._collected < 0:
             return
-        waiting = self._bucket_of[parameter].waiting
-        if parameter not in waiting:
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.waiting:
             raise RuntimeError(
                 "a parameter got two gradients in one backward pass. Is it used in several segments of "
                 "torch.utils.checkpoint? Use use_reentrant=False"
             )
-        waiting.remove(parameter)
         with torch.no_grad():
+            bucket.add(parameter, parameter.grad)
+            parameter.grad = None
             self._collect()
 
     def _collect(self, are_all_complete: bool = False) -> None:
@@ -311,22 +321,18 @@ class ShardGradients:
         for bucket in self._buckets[self._collected :]:
             if bucket.waiting and not are_all_complete:
                 return
-            for parameter, total in zip(bucket.tensors, bucket.totals, strict=True):
-                if parameter.grad is not total:
-                    raise RuntimeError("a hook has replaced parameter.grad: use parameter.register_hook")
-                parameter.grad = None
-            self._add_pair(bucket)
+            self._end(bucket)
             if self._shard == self._last:
                 bucket.start_exchange()
                 if self._collected:
                     self._buckets[self._collected - 1].start_gather()
             self._collected += 1
 
-    def _add_pair(self, bucket: _Bucket) -> None:
-        """Add the current sum of a bucket to the partial sums, after the second shard of each pair."""
+    def _end(self, bucket: _Bucket) -> None:
+        """End a shard of a bucket. The sum over each pair of shards is one partial sum."""
         if self._shard % 2 or self._shard == self._last:
             first = max(self._first, self._shard - self._shard % 2)
-            bucket.add(first, self._shard - first + 1)
+            bucket.end(first, self._shard - first + 1)
 
     def _finish(self) -> None:
         """Complete the exchange, and set the gradients and the buffers."""
@@ -335,10 +341,10 @@ class ShardGradients:
         for bucket in (*self._buckets[-1:], *self._buffer_buckets):
             bucket.start_gather()
         for bucket in self._buckets:
-            for parameter, gradient in zip(bucket.tensors, bucket.wait(), strict=True):
+            for parameter, gradient in bucket.wait().items():
                 parameter.grad = gradient
         for bucket in self._buffer_buckets:
-            for buffer, change in zip(bucket.tensors, bucket.wait(), strict=True):
+            for buffer, change in bucket.wait().items():
                 buffer += change
 
 

@@ -201,7 +201,7 @@ def test_changes_within_a_step_that_ranks_would_not_share_are_refused(change: Ca
         gradients.backward(model(torch.ones(2, 3)).sum())
 
 
-def test_gradients_have_the_memory_format_of_their_parameters_and_are_not_replaced() -> None:
+def test_gradients_have_the_memory_format_of_their_parameters_and_hooks_may_replace_them() -> None:
     model = torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
     gradients = ShardGradients([model], 0, 1, 1)
     images = torch.rand(2, 3, 4, 4)
@@ -211,10 +211,11 @@ def test_gradients_have_the_memory_format_of_their_parameters_and_are_not_replac
     torch.testing.assert_close(model.weight.grad, expected)
     assert model.weight.grad.stride() == model.weight.stride()
     model.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", weight.grad.clamp(0)))
-    gradients = ShardGradients([model], 0, 1, 1)
-    gradients.begin(0, 1.0)
-    with pytest.raises(RuntimeError, match=r"use parameter\.register_hook"):
-        gradients.backward(model(images).sum())
+    gradients = ShardGradients([model], 0, 1, 2)
+    for shard in (0, 1):  # the hook gets the gradient of each shard
+        gradients.begin(shard, 0.5)
+        gradients.backward((-1) ** shard * model(images).square().sum())
+    torch.testing.assert_close(model.weight.grad, expected.abs())
 
 
 def test_a_parameter_that_two_segments_of_a_reentrant_checkpoint_use_is_refused() -> None:
@@ -234,9 +235,9 @@ def test_sums_take_as_much_memory_as_promised() -> None:
         for shards in ranges:
             bucket = _Bucket([torch.zeros(5)], [partial_sums_of(each) for each in ranges], 0)
             for shard in shards:
-                bucket.current()
+                bucket.begin()
                 if shard % 2 or shard == shards[-1]:  # a pair, or what is left of one
-                    bucket.add(first := max(shards[0], shard - shard % 2), shard - first + 1)
+                    bucket.end(first := max(shards[0], shard - shard % 2), shard - first + 1)
             assert len(bucket.own) + len(bucket._unused) <= math.log2(len(shards)) + 1, (world, shards)
 
 
