@@ -177,7 +177,7 @@ def overhead_loop(config: dict[str, Any]) -> None:
 
 
 def _shard_model(kind: str) -> tuple[Any, Any]:
-    """A network and its input: convolutions, with few weights for what they compute, or large linear layers."""
+    """A network and its input: convolutions of images with some width, or linear layers with many weights."""
     import torch
 
     torch.manual_seed(0)
@@ -187,7 +187,9 @@ def _shard_model(kind: str) -> tuple[Any, Any]:
     layers: list[Any] = [torch.nn.Conv2d(3, 32, 3, padding=1)]
     for _ in range(4):
         layers += [torch.nn.BatchNorm2d(32), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, padding=1)]
-    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32 * 256, 10)), torch.randn(1024, 3, 16, 16)
+    width = int(kind.split()[-1])
+    inputs = torch.randn(1024, 3, width, width)
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32 * width**2, 10)), inputs
 
 
 def shards_loop(config: dict[str, Any]) -> None:
@@ -399,7 +401,7 @@ def measure_overhead(repeats: int) -> list[str]:
 def measure_shards(repeats: int) -> list[str]:
     """Print the time of steps with shards and with DistributedDataParallel, and return the targets."""
     rows, targets = [], []
-    for model in ("convolutions", "linear"):
+    for model in ("convolutions of width 16", "convolutions of width 32", "linear"):
         found: dict[str, list[float]] = {}
         for _ in range(repeats):
             for name, rounds in train("shards_loop", model=model, workers=SHARD_WORKERS).items():

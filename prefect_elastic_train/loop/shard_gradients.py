@@ -74,8 +74,8 @@ class _Bucket:
         self._unused: list[torch.Tensor] = []
         self._current: torch.Tensor | None = None  # the sum to which values are added
         self._sizes = [tensor.numel() for tensor in tensors]
-        self._strides = [torch.empty_like(tensor.detach(), device="meta").stride() for tensor in tensors]
         self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
+        self._known: dict[torch.Tensor, Any] = {}  # results of _views
 
     def begin(self) -> None:
         """Begin a shard."""
@@ -85,10 +85,14 @@ class _Bucket:
             self._totals = self._views(self._current)
             self._empty = {*self.tensors}  # those that have no values in the current sum yet
 
-    def _views(self, values: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-        parts = values[: sum(self._sizes)].split(self._sizes)
-        forms = zip(self.tensors, parts, self._strides, strict=True)
-        return {tensor: part.as_strided(tensor.shape, stride) for tensor, part, stride in forms}
+    def _views(self, values: torch.Tensor) -> Any:
+        if values not in self._known:
+            parts = values[: sum(self._sizes)].split(self._sizes)
+            self._known[values] = {
+                tensor: part.as_strided(tensor.shape, torch.empty_like(tensor.detach(), device="meta").stride())
+                for tensor, part in zip(self.tensors, parts, strict=True)
+            }
+        return self._known[values]
 
     def add(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Add the values of a tensor to the current sum."""
@@ -108,16 +112,17 @@ class _Bucket:
         self._current = None
 
     def clear(self) -> None:
-        """Drop the sums of a step that the loop has left."""
+        """Drop all sums. Their memory is used again."""
+        self._unused += [each.values for each in self.own]
         self.own = []
-        self._current = None
+        self._empty = {*self.tensors}
 
     def start_exchange(self) -> None:
         """Start to exchange the partial sums with the other ranks: each gets one chunk of all of them."""
         own = [each.values.view(len(self._sums), -1) for each in self.own]
-        self._unused += [each.values for each in self.own]
-        self.own = []
+        self._sum = self.own[0].values
         self._chunks = own[0]
+        self.clear()
         self._parts = []  # this rank's chunk of all partial sums
         operations = []
         for peer, sums in enumerate(self._sums):
@@ -125,8 +130,8 @@ class _Bucket:
                 rows = [chunks[peer] for chunks in own]
             else:
                 rows = [torch.empty_like(own[0][0]) for _ in sums]
-                operations += [dist.P2POp(dist.irecv, _bytes(row), peer) for row in rows]
-                operations += [dist.P2POp(dist.isend, _bytes(chunks[peer]), peer) for chunks in own]
+                operations += [dist.P2POp(dist.irecv, row, peer) for row in rows]
+                operations += [dist.P2POp(dist.isend, chunks[peer], peer) for chunks in own]
             self._parts += [each._replace(values=row) for each, row in zip(sums, rows, strict=True)]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -141,15 +146,15 @@ class _Bucket:
         operations = []
         for peer, chunk in enumerate(self._chunks):
             if peer != self._rank:
-                operations.append(dist.P2POp(dist.irecv, _bytes(chunk), peer))
-                operations.append(dist.P2POp(dist.isend, _bytes(own), peer))
+                operations.append(dist.P2POp(dist.irecv, chunk, peer))
+                operations.append(dist.P2POp(dist.isend, own, peer))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Wait for the other ranks, and return the sum of each tensor's values, valid until the next step."""
+    def wait(self) -> Any:
+        """Wait for the other ranks, and return the sum of values by tensor, valid until the next step."""
         for work in self._works:
             work.wait()
-        return self._views(self._chunks.view(-1))
+        return self._views(self._sum)
 
 
 class ShardGradients:
@@ -235,12 +240,13 @@ class ShardGradients:
         self.has_gradients = False
         if shard > self._first:
             return
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *self._buffer_buckets):
             bucket.clear()
         for parameter in self._tensors("parameters"):
             parameter.grad = None
-        self._before = {buffer: buffer.clone() for buffer in self._tensors("buffers")}
-        self._buffer_buckets = self._group([buffer for buffer in self._before if buffer.is_floating_point()])
+        if self._before.keys() != {*(buffers := self._tensors("buffers"))}:
+            self._buffer_buckets = self._group([buffer for buffer in buffers if buffer.is_floating_point()])
+        self._before = {buffer: buffer.clone() for buffer in buffers}
 
     def _group(self, tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
         """Return the tensors in buckets of one data type and device each."""
@@ -308,9 +314,9 @@ class ShardGradients:
                 "a parameter got two gradients in one backward pass. Is it used in several segments of "
                 "torch.utils.checkpoint? Use use_reentrant=False"
             )
-        with torch.no_grad():
-            bucket.add(parameter, parameter.grad)
-            parameter.grad = None
+        bucket.add(parameter, parameter.grad)
+        parameter.grad = None
+        if not bucket.waiting:
             self._collect()
 
     def _collect(self, are_all_complete: bool = False) -> None:
