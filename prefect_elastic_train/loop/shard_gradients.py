@@ -107,12 +107,12 @@ class _Bucket:
     def end(self, first: int, size: int) -> None:
         """Add the current sum, which covers ``size`` shards from ``first`` on, to the partial sums."""
         for tensor in self._empty:
-            self._totals[tensor].zero_()
+            self._totals[tensor].fill_(-0.0)  # changes no bits of what it is added to; 0.0 changes -0.0
         self._unused += add_partial_sum(self.own, PartialSum(first, size, self._current))
         self._current = None
 
     def clear(self) -> None:
-        """Drop all sums. Their memory is used again."""
+        """Drop all sums. Their memory is used again from the next step on."""
         self._unused += [each.values for each in self.own]
         self.own = []
         self._empty = {*self.tensors}
@@ -151,7 +151,7 @@ class _Bucket:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Any:
-        """Wait for the other ranks, and return the sum of values by tensor, valid until the next step."""
+        """Wait for what was started. After the gather, return the sums by tensor, valid until the next step."""
         for work in self._works:
             work.wait()
         return self._views(self._sum)
@@ -242,7 +242,8 @@ class ShardGradients:
             return
         for bucket in (*self._buckets, *self._buffer_buckets):
             bucket.clear()
-        for parameter in self._tensors("parameters"):
+        self._parameters = self._tensors("parameters")
+        for parameter in self._parameters:
             parameter.grad = None
         if self._before.keys() != {*(buffers := self._tensors("buffers"))}:
             self._buffer_buckets = self._group([buffer for buffer in buffers if buffer.is_floating_point()])
@@ -268,17 +269,18 @@ class ShardGradients:
             raise RuntimeError(
                 "session.backward() was called twice for a batch: call it once, with the sum of the losses"
             )
-        has_changed = any(parameter.grad is not None for parameter in self._bucket_of)
-        if self._shard in (self._first, self._last):
-            parameters = [parameter for parameter in self._tensors("parameters") if parameter.requires_grad]
-            if self._shard == self._first and {*parameters} != self._bucket_of.keys():
-                for hook in self._hooks:
-                    hook.remove()
-                self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
-                self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
-                self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
-            has_changed |= {*parameters} != self._bucket_of.keys() or {*self._tensors("buffers")} != self._before.keys()
-        if has_changed:
+        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if self._shard == self._first and {*parameters} != self._bucket_of.keys():
+            for hook in self._hooks:
+                hook.remove()
+            self._buckets = self._group(parameters[::-1])  # about the order in which they get gradients
+            self._bucket_of = {tensor: bucket for bucket in self._buckets for tensor in bucket.tensors}
+            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
+        if (
+            {*parameters} != self._bucket_of.keys()
+            or any(parameter.grad is not None for parameter in self._parameters)
+            or (self._shard == self._last and {*self._tensors("buffers")} != self._before.keys())
+        ):
             raise RuntimeError(
                 "within a step, requires_grad was changed, a buffer was replaced (use buffer.copy_(...)), or gradients "
                 "were computed without session.backward(), such as by a wrapper of the module"
@@ -286,17 +288,19 @@ class ShardGradients:
         for bucket in self._buckets:
             bucket.begin()
         self._collected = 0
-        if self._weight:
-            loss.backward()
+        try:
+            if self._weight:
+                loss.backward()
+            self._collect(are_all_complete=True)
+        finally:
+            self._collected = -1
         self.has_gradients = True
         with torch.no_grad():
-            self._collect(are_all_complete=True)
-            self._collected = -1
             for bucket in self._buffer_buckets:
                 bucket.begin()
                 for new in bucket.tensors if self._weight else ():
                     old = self._before[new]
-                    bucket.add(new, torch.where(new == old, 0, (new - old) * self._weight))
+                    bucket.add(new, torch.where(new == old, -0.0, (new - old) * self._weight))
                 self._end(bucket)
             for new, old in self._before.items():
                 if new.is_floating_point() or self._shard < self._last:
@@ -335,7 +339,7 @@ class ShardGradients:
             self._collected += 1
 
     def _end(self, bucket: _Bucket) -> None:
-        """End a shard of a bucket. The sum over each pair of shards is one partial sum."""
+        """End a shard. After the second one of a pair, or the last one, the current sum becomes a partial sum."""
         if self._shard % 2 or self._shard == self._last:
             first = max(self._first, self._shard - self._shard % 2)
             bucket.end(first, self._shard - first + 1)
@@ -348,7 +352,7 @@ class ShardGradients:
             bucket.start_gather()
         for bucket in self._buckets:
             for parameter, gradient in bucket.wait().items():
-                parameter.grad = gradient
+                parameter.grad = gradient.detach()  # a new view, whose data the loop may replace
         for bucket in self._buffer_buckets:
             for buffer, change in bucket.wait().items():
                 buffer += change

@@ -218,6 +218,33 @@ def test_gradients_have_the_memory_format_of_their_parameters_and_hooks_may_repl
     torch.testing.assert_close(model.weight.grad, expected.abs())
 
 
+def test_zeros_keep_their_sign_whether_one_rank_has_both_shards_of_a_pair_or_two_have_one_each() -> None:
+    parameter = torch.zeros(2)
+    both, first, second = (_Bucket([parameter], [[], []], 0) for _ in range(3))
+    for bucket in (both, first):
+        bucket.begin()
+        bucket.add(parameter, torch.tensor([-0.0, 1.0]))
+    both.begin()  # no gradient of the second shard, such as one without samples
+    second.begin()
+    both.end(0, 2)
+    first.end(0, 1)
+    second.end(1, 1)
+    [one], [two] = (bucket.own for bucket in (both, first))
+    add_partial_sum([two], second.own[0])
+    assert torch.signbit(one.values).tolist() == torch.signbit(two.values).tolist() == [True, False]
+
+
+def test_a_loop_may_replace_the_data_of_gradients() -> None:
+    model = torch.nn.Linear(3, 1)
+    gradients = ShardGradients([model], 0, 1, 4)
+    for _ in range(2):
+        for shard in range(4):
+            gradients.begin(shard, 0.25)
+            gradients.backward(model(torch.full((2, 3), float(shard))).sum())
+        assert model.weight.grad.tolist() == [[12.0] * 3]
+        model.double().float()
+
+
 def test_a_parameter_that_two_segments_of_a_reentrant_checkpoint_use_is_refused() -> None:
     from torch.utils.checkpoint import checkpoint
 
