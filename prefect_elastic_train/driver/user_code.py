@@ -72,6 +72,11 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
     for name, expected in types.items():
         if not isinstance(getattr(payload, name), expected | None):
             raise TypeError(f"{name} must be Ray's {expected.__name__}, got {getattr(payload, name)!r:.100}")
+    if getattr(getattr(payload.torch_config, "backend_cls", None), "has_replica_groups", False):
+        raise TypeError(
+            f"torch_config is a {type(payload.torch_config).__name__}: replica groups are not supported, since all "
+            "workers are restarted together. Give a TorchConfig"
+        )
 
 
 def import_loop(path: str) -> Callable[..., Any]:

@@ -110,6 +110,13 @@ def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(folder: str, payloa
         load_payload(_spec(sent, folder))
 
 
+def test_a_backend_with_replica_groups_is_refused(folder: str) -> None:
+    torchft = pytest.importorskip("ray.train.v2.torch.torchft_config")
+    payload = Payload(lambda: None, torch_config=torchft.TorchftConfig({}))
+    with pytest.raises(ConfigurationError, match="torch_config is a TorchftConfig: replica groups are not supported"):
+        load_payload(_spec(dump_payload(payload), folder))
+
+
 LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2})
 
 
