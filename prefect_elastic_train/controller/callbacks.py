@@ -163,7 +163,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """
         state = self._state
         state.mark_phase("decision")
-        self.hooks.begin_group(state.settings.context.failures + state.group_failures)
+        self.hooks.begin_group(state.settings.context.failures + state.group_failures, state.skipped_steps)
         state.keepers.restored_point = None
         commits.check_fence(self._store, self._attempt)  # states of a later attempt must not be sealed
         self.hooks.restored_states = state.keepers.newest_states(state.commits.newest or state.commits.newest_commit())

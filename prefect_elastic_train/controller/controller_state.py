@@ -58,6 +58,7 @@ class ControllerState:
         group_failures: Number of failures of worker groups, lost nodes included.
         is_preempted: True if the last failure counts as a preemption.
         failures_left: Failures that the budget allows after the last one, None for any number.
+        skipped_steps: Steps whose batches sessions skip, since their guards have found a problem at them.
         assumed_nodes: Ids of the nodes from which the size of the next worker group was decided.
         commit_count: Number of checkpoints committed by the current worker group.
         is_draining: True while a node of the worker group is about to be lost and the group still trains.
@@ -81,6 +82,7 @@ class ControllerState:
         self.begin_startup()
         self.failures: dict[int, Exception] = {}
         self.assumed_nodes: set[str] = set()
+        self.skipped_steps: set[int] = set()
         self.sender = EventSender(settings.receiver)
 
     def publish(self, event: Event) -> None:

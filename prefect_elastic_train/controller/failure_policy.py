@@ -9,7 +9,7 @@ from ray.train.v2._internal.execution.failure_handling.default import _is_preemp
 from ray.train.v2.api.config import FailureConfig
 
 from .controller_state import ControllerState
-from .failures import permanent_reason
+from .failures import permanent_reason, skipped_steps
 
 
 class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
@@ -17,8 +17,8 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     - A failure while a node drains counts as a preemption. The node may be lost before its deadline, and the surviving
       ranks see a broken connection first. A loop with an error of its own raises it again after the restart.
-    - A storage that refuses permanently and a loop that ignores its checkpoint end the training at once: both would do
-      so again.
+    - A storage that refuses permanently, a loop that ignores its checkpoint and a guard that raises end the training at
+      once: they would do so again.
     - A worker group that restores a recovery point and fails before its first step does not count: after some, the
       checkpoint is restored.
     - A failure stops counting once enough training after it has been committed.
@@ -39,6 +39,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
             return super().make_decision(training_failed_error)
         failures = getattr(training_failed_error, "worker_failures", {})
         state.failures = state.failures or failures
+        state.skipped_steps |= skipped_steps(failures.values())
         if permanent_reason(failures.values()):
             return FailureDecision.RAISE
         if state.keepers.restored_point and not state.loops.has_stepped:

@@ -58,6 +58,15 @@ def _make_cause(ranks: list[int], failure: Exception, limit: int) -> Cause:
     )
 
 
+def skipped_steps(failures: Iterable[Exception]) -> set[int]:
+    """Return the steps whose batches the next worker group has to skip, as the guards of sessions have found.
+
+    -1: the training has to end.
+    """
+    steps = (getattr(getattr(failure, "_base_exc", failure), "skipped_step", None) for failure in failures)
+    return {step for step in steps if step is not None}
+
+
 def decisive_failure(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
     """Return the failure among those of the ranks that decides if training continues; None if there is none.
 
@@ -68,11 +77,13 @@ def decisive_failure(failures: Iterable[Exception]) -> IgnoredCheckpointError | 
     return min(decisive, key=lambda cause: isinstance(cause, StorageFaultError) and not cause.permanent, default=None)
 
 
-def permanent_reason(failures: Iterable[Exception]) -> str:
+def permanent_reason(failures: Collection[Exception]) -> str:
     """Return the reason why the next worker group would fail in the same way, or an empty text if it might succeed.
 
-    The reasons are an ignored checkpoint and a permanent storage fault.
+    The reasons are an ignored checkpoint, a permanent storage fault, and a guard that raises.
     """
+    if -1 in skipped_steps(failures):
+        return "the training ends, as configured by the guard of the session"
     cause = decisive_failure(failures)
     if isinstance(cause, IgnoredCheckpointError):
         return "the training ends, as configured by ignored_checkpoint='fail'"
@@ -97,6 +108,8 @@ def must_await_cause(errors: Sequence[Exception | None], waited_seconds: float) 
 
 def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
     """Return the outcome of an attempt that a worker group's failure ends, and the reason as text."""
+    if -1 in skipped_steps(failures):
+        return Outcome.USER_ERROR, "the guard of the session has found a problem"
     if any(map(is_death, failures)):
         return Outcome.CLUSTER_LOST, "workers died more often than max_failures allows"
     if not all(map(_is_consequence, failures)):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .batches import Mixture
     from .cadence import Cadence
     from .jax_state import JaxState
+    from .numeric_guard import Guard, NumericError
     from .order import SampleOrder, StepBatches, permute
     from .state import ArrayState, StateMismatchError
     from .torch_state import TorchState
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ArrayState",
     "Cadence",
+    "Guard",
     "JaxState",
     "LoopError",
     "Mixture",
+    "NumericError",
     "RunContext",
     "SampleOrder",
     "Session",
@@ -54,7 +57,7 @@ __all__ = [
 ]
 
 #: Modules of the names that are imported on first use. They import numpy; the two states import torch or JAX.
-_MODULES = ("order", "batches", "cadence", "state", "training_session")
+_MODULES = ("order", "batches", "cadence", "state", "numeric_guard", "training_session")
 _STATE_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",)}
 
 

@@ -28,6 +28,7 @@ class RunContext:
         trained_seconds: Committed training time of the run before this attempt, in seconds.
         ends_at: Time at which ``timeout_seconds`` are over, in seconds since the epoch; infinite or 0: no timeout.
         score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``). Empty without one.
+        skipped_steps: Steps whose batches a session skips, since its :class:`Guard` has found a problem at them.
     """
 
     run_name: str
@@ -43,6 +44,7 @@ class RunContext:
     trained_seconds: float = 0.0
     ends_at: float = 0.0
     score_attribute: str = ""
+    skipped_steps: frozenset[int] = frozenset()
 
 
 #: Module state: a loop calls :func:`run_context` without arguments, and a worker process runs one training. It is set

@@ -54,6 +54,11 @@ class JaxState(ArrayState):
                 session.step({"loss": loss})
     """
 
+    def is_finite(self) -> bool:
+        """Return True if all elements of this process's floating-point arrays are finite numbers."""
+        arrays = [leaf for leaf in self._copies().values() if np.ndim(leaf) and _restored_dtype(leaf)]
+        return all(jax.numpy.isfinite(shard.data).all() for array in arrays for shard in array.addressable_shards)
+
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy this process's shards into main memory, and start to write the copy to the folder ``directory``.
 

@@ -63,6 +63,13 @@ class State(Protocol):
         The session calls it when it is created, on all ranks at the same time.
         """
 
+    def is_finite(self) -> bool:
+        """Return True if all weights of this rank are finite numbers. Default: True.
+
+        A session with a guard calls it after each step.
+        """
+        return True
+
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> Any:
         """Create the ``ShardGradients`` of the modules. The session calls it on all ranks. Default: raise TypeError."""
         raise TypeError(f"shards={shards}: a {type(self).__name__} is not supported; use a TorchState")
@@ -178,6 +185,11 @@ class ArrayState(State):
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)[name] = value if name in vars(self) else self.__getattr__(name)
+
+    def is_finite(self) -> bool:
+        """Return True if all elements of arrays are finite numbers. Numbers, such as a best loss, are not checked."""
+        arrays = map(_as_array, vars(self).values())
+        return all(np.isfinite(array).all() for array in arrays if array.ndim and array.dtype.kind in "fc")
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy all parts of the state, and return a function that writes the copies into the folder ``directory``."""

@@ -107,6 +107,13 @@ class TorchState(State):
             # A group of its own, so that collectives of writing and of training do not mix.
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
 
+    def is_finite(self) -> bool:
+        """Return True if this rank's parameters of all modules are finite numbers."""
+        parameters = [parameter.detach() for module in self._modules.values() for parameter in module.parameters()]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+        largest = torch.nn.utils.get_total_norm([each for each in local if each.numel()], math.inf)
+        return bool(largest.isfinite())
+
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
         """Create the ``ShardGradients`` of the modules. Call it on all ranks together."""
         return ShardGradients(self._modules.values(), rank, world_size, shards)

@@ -5,6 +5,7 @@ The data that the dataset returned for an index is not checked.
 
 import io
 import json
+from collections.abc import Collection
 from typing import Any
 from zipfile import BadZipFile
 
@@ -35,6 +36,7 @@ class SampleCheck(BaseModel, frozen=True):
     checked: int = 0  # number of steps of which a kept checkpoint has a digest
     wrong: list[int] = []  # those of them that have not seen exactly their samples
     exact: bool = False  # all steps together have seen exactly their samples
+    skipped: list[int] = []  # steps whose batches were skipped, since the session's guard had found a problem at them
     unknown: str = ""  # reason why nothing of this is known
 
     @property
@@ -44,7 +46,9 @@ class SampleCheck(BaseModel, frozen=True):
             return self.unknown
         seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
         if self.exact and not self.wrong:
-            return f"{seen}: exactly the expected ones, by index"
+            skipped = ", ".join(map(str, self.skipped))
+            without = f", without those of the skipped steps {skipped}" if skipped else ""
+            return f"{seen}: exactly the expected ones, by index{without}"
         steps = ", ".join(map(str, self.wrong[:_SHOWN_STEPS])) or "before the oldest checkpoint that is kept"
         more = ", ..." if len(self.wrong) > _SHOWN_STEPS else ""
         return f"{seen}, and NOT exactly the expected ones: steps {steps}{more}"
@@ -69,12 +73,13 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
         order = SampleOrder(**about["order"])
         seen = combine(part["steps"] for part in parts)
         since = int(parts[0]["since"])
-        matches = (seen == _expected(order, range(since, since + len(seen)))).all(axis=1)
+        skipped = about.get("skipped", [])
+        matches = (seen == _expected(order, range(since, since + len(seen)), skipped)).all(axis=1)
         is_exact |= dict(enumerate(matches.tolist(), start=since))
         total = combine([*(part["total"] for part in parts), *seen])
     done = range(about["began_at"], about["step"])
     chunks = (done[start : start + _CHUNK_STEPS] for start in range(0, len(done), _CHUNK_STEPS))
-    expected = combine(combine(_expected(order, steps)) for steps in chunks)
+    expected = combine(combine(_expected(order, steps, skipped)) for steps in chunks)
     return SampleCheck(
         name=run.name,
         steps=about["step"],
@@ -83,13 +88,18 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
         checked=len(is_exact),
         wrong=sorted(step for step, matches in is_exact.items() if not matches),
         exact=np.array_equal(total, expected),
+        skipped=skipped,
     )
 
 
-def _expected(order: SampleOrder, steps: range) -> Digest:
-    """Return the digests of steps that have seen exactly the samples that the sample order has for them."""
-    samples = StepBatches(order, steps).arrays()
-    return np.array([digest(*step) for step in zip(samples, steps, strict=True)], dtype=np.uint64).reshape(-1, 3)
+def _expected(order: SampleOrder, steps: range, skipped: Collection[int]) -> Digest:
+    """Return the digests of steps that have seen exactly the samples that the sample order has for them.
+
+    Skipped steps have seen none.
+    """
+    batches = zip(StepBatches(order, steps).arrays(), steps, strict=True)
+    digests = [digest(samples[:0] if step in skipped else samples, step) for samples, step in batches]
+    return np.array(digests, dtype=np.uint64).reshape(-1, 3)
 
 
 def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str, Digest]]]:

@@ -32,11 +32,13 @@ class LoopFailedError(Exception):
     Attributes:
         message: Type and message of the exception, in one short line.
         is_consequence: True for the error of a collective (NCCL, Gloo, …) that follows from a lost rank or connection.
+        skipped_step: That of a ``NumericError``; None for other exceptions.
     """
 
     _traceback_str = property(Exception.__str__)  # as in Ray's UserExceptionWithTraceback
     message: str
     is_consequence = False
+    skipped_step: int | None = None
 
 
 def failure_text(failure: Exception) -> str:
@@ -65,6 +67,7 @@ def portable_failure(failure: Any) -> Any:
     portable = LoopFailedError(truncate(failure_text(failure), MAX_LOG_BYTES))
     raised = TracebackException.from_exception(error)
     portable.message = _message(raised)[:MAX_CAUSE]
+    portable.skipped_step = getattr(error, "skipped_step", None)
     cause: TracebackException | None = raised
     while cause is not None:  # an error of a collective is often the cause of another
         portable.is_consequence |= _CONSEQUENCE.search(_message(cause)) is not None

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,15 +52,16 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         self._context = context
         self.previous: list[tuple[str, int]] = []  # node and process id of each worker of the previous group
 
-    def begin_group(self, failures: int) -> None:
+    def begin_group(self, failures: int, skipped_steps: Iterable[int] = ()) -> None:
         """Prepare these hooks, in the controller, for the next worker group, whose workers get copies of the hooks.
 
         Args:
             failures: Failures of the run so far.
+            skipped_steps: Steps whose batches a session skips.
         """
         self.group += 1
         self.restored_states = ()
-        self._context = replace(self._context, failures=failures)
+        self._context = replace(self._context, failures=failures, skipped_steps=frozenset(skipped_steps))
 
     def after_init_train_context(self) -> None:
         """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""

@@ -55,7 +55,8 @@ def torch_loop(config: dict[str, Any]) -> None:
     (default: off); ``dropout``; ``fsdp`` (whether the network is sharded); ``micro_batch``; ``shards`` (default: none);
     ``weights`` (file that rank 0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies
     after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
-    while which is there a step takes ``sleep`` seconds longer).
+    while which is there a step takes ``sleep`` seconds longer); ``guard`` (arguments of the guard; default: none);
+    ``bad`` (for some steps, the factor of rank 0's loss as text).
     """
     import torch
     import torch.distributed as dist
@@ -85,10 +86,14 @@ def torch_loop(config: dict[str, Any]) -> None:
     dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
     points = config.get("recovery_points", "off")
     plan |= {"save_every": config.get("save_every", 10), "shards": config.get("shards", 0)}
+    if "guard" in config:
+        plan["guard"] = loop.Guard(**config["guard"])
     with loop.session(state, recovery_points=points, **plan) as session:
         seen = list[int]()
         for inputs, targets in session.batches(dataset, micro_batch=config.get("micro_batch", 0)):
             loss = ((model(inputs) - targets) ** 2).mean() * session.weight
+            if where["rank"] == 0:
+                loss = loss * float(config.get("bad", {}).get(session.done, 1))
             session.backward(loss)
             seen += session.samples.tolist() if session.weight else []
             if not session.is_last_part:

@@ -112,6 +112,7 @@ class State(SimpleNamespace):
             loops=LoopWatch(FailureSettings(), lambda event: None),
             standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
             keepers=SimpleNamespace(restored_point=None, failures=Counter()),
+            skipped_steps=set(),
             publish=self.waiting.append,
         )
 
