@@ -9,7 +9,7 @@ from ray.train.v2._internal.execution.failure_handling.default import _is_preemp
 from ray.train.v2.api.config import FailureConfig
 
 from .controller_state import ControllerState
-from .failures import permanent_reason, skipped_steps
+from .failures import failures_of, permanent_reason, skipped_steps
 
 
 class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
         state.is_preempted = state.is_draining or _is_preemption_failure(training_failed_error)
         if isinstance(training_failed_error, ControllerError):
             return super().make_decision(training_failed_error)
-        failures = getattr(training_failed_error, "worker_failures", {})
+        failures = failures_of(training_failed_error)
         state.failures = state.failures or failures
         state.skipped_steps |= skipped_steps(failures.values())
         if permanent_reason(failures.values()):

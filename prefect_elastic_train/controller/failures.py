@@ -30,6 +30,15 @@ class HungLoopError(Exception):
     """A rank reported nothing for longer than ``stall_timeout_seconds``; the message has the stacks of its threads."""
 
 
+def failures_of(error: Exception) -> dict[int, Exception]:
+    """Return the failures of ranks in an error of Ray Train; none for an error that is not of a worker group.
+
+    The error of Ray's detector of NCCL hangs names no rank. It is returned for rank 0.
+    """
+    failures: dict[int, Exception] | None = getattr(error, "worker_failures", None)
+    return {0: error} if failures == {} else failures or {}
+
+
 def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
     """Return one Cause of limited size for each different failure of a worker group's ranks.
 
@@ -48,7 +57,7 @@ def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
 
 def _make_cause(ranks: list[int], failure: Exception, limit: int) -> Cause:
     error = getattr(failure, "_base_exc", failure)
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".replace("Training failed due to worker errors:\n", "")
     return Cause(
         ranks=ranks,
         message=getattr(error, "message", "") or short_message(text if is_death(error) else text.partition("\n")[0]),

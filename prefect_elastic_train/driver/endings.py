@@ -70,7 +70,7 @@ def _classify_error_of_ray(cause: Exception) -> tuple[Outcome, str] | None:
     from ray.train import WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.controller.failures import CapacityTimeoutError
+    from prefect_elastic_train.controller.failures import CapacityTimeoutError, failures_of
 
     text = str(cause)
     if FencedOffError.__name__ in f"{type(cause).__name__} {text}":
@@ -85,7 +85,7 @@ def _classify_error_of_ray(cause: Exception) -> tuple[Outcome, str] | None:
         case CapacityTimeoutError():
             return Outcome.TIMED_OUT, text
         case WorkerGroupError():
-            return _classify_failures(cause.worker_failures)
+            return _classify_failures(failures_of(cause))
         case PreemptionError():
             return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {text}"
         case TypeError() if "serialize" in text:

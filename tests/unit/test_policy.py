@@ -36,12 +36,15 @@ from prefect_elastic_train.controller import budget, controller, ray_compatibili
 from prefect_elastic_train.controller.budget import FailureWindow
 from prefect_elastic_train.controller.controller import TrainController
 from prefect_elastic_train.controller.failure_policy import RunFailurePolicy
-from prefect_elastic_train.controller.failures import CapacityTimeoutError
+from prefect_elastic_train.controller.failures import CapacityTimeoutError, causes_of
 from prefect_elastic_train.controller.loop_watch import LoopWatch
 from prefect_elastic_train.controller.scaling_policy import RunScalingPolicy
 from prefect_elastic_train.controller.sizing import Node
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
-from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
+from prefect_elastic_train.core.causes import describe_causes
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.settings import FailureSettings, LocalStorageSettings, ScalingSettings
+from prefect_elastic_train.driver.endings import final_event_of_error
 from prefect_elastic_train.driver.ray_configs import scaling_config
 from prefect_elastic_train.loop.recovery_points import RecoveryPointError, StateHeader
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
@@ -513,6 +516,20 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
     assert failure_policy.make_decision(failure) is decision
     state.is_draining = True
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE  # preemptions are counted apart
+
+
+def test_a_failure_without_a_rank_as_of_rays_detector_of_nccl_hangs_counts_and_is_told(state: State) -> None:
+    policy = RunFailurePolicy(FailureConfig(max_failures=1), state)
+    hang = WorkerGroupError("1 of 2 communicators have a collective mismatch\nTo debug: …", {})
+    decisions = [policy.make_decision(hang) for _ in range(2)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
+    said = "rank 0: WorkerGroupError: 1 of 2 communicators have a collective mismatch"
+    assert describe_causes(causes_of(state.failures)) == [said]
+    event = final_event_of_error(hang, LocalStorageSettings(path="/runs"))
+    assert (event.outcome, event.message) == (
+        Outcome.USER_ERROR,
+        f"the train loop failed more often than max_failures allows: {said}",
+    )
 
 
 def test_a_group_that_fails_before_its_first_step_from_a_recovery_point_does_not_count(state: State) -> None:
