@@ -17,8 +17,9 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     - A failure while a node drains counts as a preemption. The node may be lost before its deadline, and the surviving
       ranks see a broken connection first. A loop with an error of its own raises it again after the restart.
-    - A storage that refuses permanently, a loop that ignores its checkpoint and a guard that raises end the training at
-      once: they would do so again.
+    - A storage that refuses permanently and a loop that ignores its checkpoint end the training at once: both would do
+      so again. So does a guard that raises.
+    - A guard that rolls back lets the next worker group skip a batch.
     - A worker group that restores a recovery point and fails before its first step does not count: after some, the
       checkpoint is restored.
     - A failure stops counting once enough training after it has been committed.
@@ -39,7 +40,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
             return super().make_decision(training_failed_error)
         failures = failures_of(training_failed_error)
         state.failures = state.failures or failures
-        state.skipped_steps |= skipped_steps(failures.values())
+        state.skipped_steps |= skipped_steps([*failures.values(), *state.failures.values()])
         if permanent_reason(failures.values()):
             return FailureDecision.RAISE
         if state.keepers.restored_point and not state.loops.has_stepped:

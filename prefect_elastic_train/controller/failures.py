@@ -33,10 +33,10 @@ class HungLoopError(Exception):
 def failures_of(error: Exception) -> dict[int, Exception]:
     """Return the failures of ranks in an error of Ray Train; none for an error that is not of a worker group.
 
-    The error of Ray's detector of NCCL hangs names no rank. It is returned for rank 0.
+    An error that names no rank, such as that of Ray's detector of NCCL hangs, is returned for rank -1.
     """
     failures: dict[int, Exception] | None = getattr(error, "worker_failures", None)
-    return {0: error} if failures == {} else failures or {}
+    return {-1: error} if failures == {} else failures or {}
 
 
 def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
@@ -59,7 +59,7 @@ def _make_cause(ranks: list[int], failure: Exception, limit: int) -> Cause:
     error = getattr(failure, "_base_exc", failure)
     text = f"{type(error).__name__}: {error}".replace("Training failed due to worker errors:\n", "")
     return Cause(
-        ranks=ranks,
+        ranks=[rank for rank in ranks if rank >= 0],
         message=getattr(error, "message", "") or short_message(text if is_death(error) else text.partition("\n")[0]),
         is_death=is_death(failure),
         is_consequence=_is_consequence(failure),
@@ -68,28 +68,31 @@ def _make_cause(ranks: list[int], failure: Exception, limit: int) -> Cause:
 
 
 def skipped_steps(failures: Iterable[Exception]) -> set[int]:
-    """Return the steps whose batches the next worker group has to skip, as the guards of sessions have found.
+    """Return the steps whose batches the next worker group skips, as guards of sessions request by a ``NumericError``.
 
-    -1: the training has to end.
+    -1 is among them if a guard ends the training.
     """
     steps = (getattr(getattr(failure, "_base_exc", failure), "skipped_step", None) for failure in failures)
     return {step for step in steps if step is not None}
 
 
-def decisive_failure(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
+def decisive_failure(failures: Collection[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
     """Return the failure among those of the ranks that decides if training continues; None if there is none.
 
     It is an ignored checkpoint or a storage fault. A transient storage fault is returned only if there is nothing else.
     """
+    if -1 in skipped_steps(failures):
+        return None
     causes = [getattr(failure, "_base_exc", failure) for failure in failures]
     decisive = [cause for cause in causes if isinstance(cause, IgnoredCheckpointError | StorageFaultError)]
     return min(decisive, key=lambda cause: isinstance(cause, StorageFaultError) and not cause.permanent, default=None)
 
 
 def permanent_reason(failures: Collection[Exception]) -> str:
-    """Return the reason why the next worker group would fail in the same way, or an empty text if it might succeed.
+    """Return the reason for which a failure ends the training; an empty text if another worker group may train.
 
-    The reasons are an ignored checkpoint, a permanent storage fault, and a guard that raises.
+    The reasons are an ignored checkpoint and a permanent storage fault, after which the next worker group would fail in
+    the same way, and a guard that raises.
     """
     if -1 in skipped_steps(failures):
         return "the training ends, as configured by the guard of the session"

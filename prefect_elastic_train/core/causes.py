@@ -31,7 +31,7 @@ class Cause:
     """An error of a worker group.
 
     Attributes:
-        ranks: The ranks that have it.
+        ranks: The ranks that have it. Empty: unknown.
         message: The error in one short line.
         is_death: True if the processes or nodes of the ranks died, False if their train loops failed.
         is_consequence: True for the error of a collective, which follows from the error of another rank.
@@ -73,7 +73,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     spans = [[rank for _, rank in items] for _, items in consecutive]
     text = ", ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans[:10])
     more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
-    return f"{'rank' if text.isdecimal() else 'ranks'} {text}{more}"
+    return f"{'rank' if text.isdecimal() else 'ranks'} {text}{more}" if text else "the worker group"
 
 
 def last_error_line(lines: Sequence[str]) -> str:

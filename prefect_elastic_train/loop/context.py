@@ -44,7 +44,7 @@ class RunContext:
     trained_seconds: float = 0.0
     ends_at: float = 0.0
     score_attribute: str = ""
-    skipped_steps: frozenset[int] = frozenset()
+    skipped_steps: tuple[int, ...] = ()
 
 
 #: Module state: a loop calls :func:`run_context` without arguments, and a worker process runs one training. It is set

@@ -56,8 +56,10 @@ class JaxState(ArrayState):
 
     def is_finite(self) -> bool:
         """Return True if all elements of this process's floating-point arrays are finite numbers."""
-        arrays = [leaf for leaf in self._copies().values() if np.ndim(leaf) and _restored_dtype(leaf)]
-        return all(jax.numpy.isfinite(shard.data).all() for array in arrays for shard in array.addressable_shards)
+        leaves = [leaf for leaf in self._copies().values() if np.ndim(leaf) and _is_float(leaf)]
+        parts = [shard.data for leaf in leaves for shard in getattr(leaf, "addressable_shards", ())]
+        parts += [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        return all(jax.device_get([jax.numpy.isfinite(part).all() for part in parts]))
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy this process's shards into main memory, and start to write the copy to the folder ``directory``.
@@ -218,7 +220,11 @@ def _restore_args(data: Any) -> Any:
 
 def _restored_dtype(data: Any) -> Any:
     """Return the dtype that an array like ``data`` is restored with; None: as it was saved."""
-    return data.dtype if isinstance(data, jax.Array) and jax.dtypes.issubdtype(data.dtype, np.inexact) else None
+    return data.dtype if isinstance(data, jax.Array) and _is_float(data) else None
+
+
+def _is_float(data: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(data.dtype, np.inexact))
 
 
 def _restore_leaf(leaf: Any, value: Any) -> Any:

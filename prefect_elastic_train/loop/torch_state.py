@@ -108,11 +108,13 @@ class TorchState(State):
             self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
 
     def is_finite(self) -> bool:
-        """Return True if this rank's parameters of all modules are finite numbers."""
+        """Return True if this rank's floating-point parameters of all modules are finite numbers."""
         parameters = [parameter.detach() for module in self._modules.values() for parameter in module.parameters()]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
-        largest = torch.nn.utils.get_total_norm([each for each in local if each.numel()], math.inf)
-        return bool(largest.isfinite())
+        floats = [each for each in local if each.is_floating_point() and each.numel()]
+        # Types of 8 bits have no norm.
+        norm = torch.nn.utils.get_total_norm([each if each.itemsize > 1 else each.float() for each in floats], math.inf)
+        return bool(norm.isfinite())
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
         """Create the ``ShardGradients`` of the modules. Call it on all ranks together."""

@@ -23,7 +23,7 @@ from .batches import length_of, load
 from .cadence import Cadence
 from .ledger import Ledger
 from .metrics import StepMetrics
-from .numeric_guard import Guard, NumericError
+from .numeric_guard import Guard, GuardedSteps
 from .order import MAX_LENGTH, Indices, SampleOrder, StepBatches
 from .rank_files import missing_rank_files_message, rank_file
 from .recovery_points import RankState, RecoveryPoints, StateReader
@@ -111,8 +111,8 @@ class Session(AbstractContextManager["Session"]):
             worker. A restarted worker group continues from the newest one if it is newer than the newest checkpoint.
             ``"auto"`` computes the interval from the failures of this run and the measured cost of a point, which
             blocks the loop for at most 1 % of the time. ``"off"``: restarts continue from checkpoints.
-        guard: The :class:`Guard` against losses and weights that are not finite numbers, and outliers of the loss.
-            None: nothing is checked.
+        guard: The :class:`Guard` against losses and weights that are not finite numbers, and loss spikes. None: nothing
+            is checked.
 
     Attributes:
         done: Optimizer steps that are done, by all worker groups of the run.
@@ -194,7 +194,7 @@ class Session(AbstractContextManager["Session"]):
         self.world_size = train.get_world_size() if train else 1
         experiment = train.get_experiment_name() if train else ""
         context = run.current or run.RunContext(experiment, experiment, 1, "", "")
-        self._guard = guard
+        self._guard = guard and GuardedSteps(guard, state)
         self._skipped = context.skipped_steps
         # The name is the id in a checkpoint that was written under plain Ray Train.
         self._run_ids = (context.run_id, context.run_name)
@@ -334,17 +334,18 @@ class Session(AbstractContextManager["Session"]):
         sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch, self._shards)
         loaded = load(dataset, sampler, loader)
         for (step, part, parts, is_last), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
-            if step in self._skipped:
-                if is_last:
-                    self._ledger.add(samples[:0], step)
-                    self._about["skipped"] = [*self._about.get("skipped", []), step]
-                    self.done += 1
-                continue
             if self.done != step:
                 raise LoopError(
                     f"rank {self.rank} requested the batch of step {step}, but has done {self.done} steps: "
                     "call session.step() once for each batch, after the optimizer's step"
                 )
+            if step in self._skipped:
+                if is_last:
+                    self._ledger.add(samples[:0], step)
+                    self._about["skipped"] = [*self._about.get("skipped", []), step]
+                    self._complete_step(None, False)
+                    self._close_step()
+                continue
             self.samples = samples
             self.is_last_part = is_last
             self.weight = order.weight(step, *sampler.share, part, parts)
@@ -411,6 +412,10 @@ class Session(AbstractContextManager["Session"]):
                 none, since all ranks save together; ranks other than 0 may report None. Leave it out at steps without
                 an evaluation.
             save: Save this step in any case. Must be the same on all ranks.
+
+        Raises:
+            LoopError: It was not called once for each batch.
+            NumericError: The guard has found a problem.
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
@@ -419,28 +424,25 @@ class Session(AbstractContextManager["Session"]):
                 "with shards, use session.batches, call session.backward(loss) instead of loss.backward() for each "
                 "batch, and optimizer.step() and session.step() only if session.is_last_part"
             )
-        if self._guard and (problem := self._guard.find(metrics or {}, self._state)):
-            self._react(self._guard, f"step {self.done}: {problem}")
+        self.began_at = self.began_at or self._entered_at
+        if self._guard:
+            self._guard.check(metrics or {}, self.done, self._about.get("skipped", []))
         self._close_step()
         self._about["seen"] += self._order.size(self.done)
-        self.began_at = self.began_at or self._entered_at
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
         self._step_samples = []
+        self._complete_step(metrics, save)
+        if not self._in_batches:
+            self._close_step()
+
+    def _complete_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
+        """Count the step as done, and open it."""
         if self._is_required:
             self._required_step = self.done
             self._is_required = False
         self.done += 1
         self._open_step(metrics, save)
-        if not self._in_batches:
-            self._close_step()
-
-    def _react(self, guard: Guard, problem: str) -> None:
-        """Log a problem that the guard has found, or raise a NumericError."""
-        if guard.nan == "warn":
-            logger.warning("%s", problem)
-            return
-        raise NumericError(f"{problem} (guard: {guard.nan})", self.done if guard.nan == "rollback" else -1)
 
     def save(self, metrics: dict[str, Any] | None = None) -> None:
         """Save a checkpoint now. Call it on all ranks.

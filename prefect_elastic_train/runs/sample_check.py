@@ -45,13 +45,15 @@ class SampleCheck(BaseModel, frozen=True):
         if self.unknown:
             return self.unknown
         seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
+        skipped = f", without those of the skipped steps {_shorten(self.skipped)}" if self.skipped else ""
         if self.exact and not self.wrong:
-            skipped = ", ".join(map(str, self.skipped))
-            without = f", without those of the skipped steps {skipped}" if skipped else ""
-            return f"{seen}: exactly the expected ones, by index{without}"
-        steps = ", ".join(map(str, self.wrong[:_SHOWN_STEPS])) or "before the oldest checkpoint that is kept"
-        more = ", ..." if len(self.wrong) > _SHOWN_STEPS else ""
-        return f"{seen}, and NOT exactly the expected ones: steps {steps}{more}"
+            return f"{seen}: exactly the expected ones, by index{skipped}"
+        steps = _shorten(self.wrong) or "before the oldest checkpoint that is kept"
+        return f"{seen}, and NOT exactly the expected ones{skipped}: steps {steps}"
+
+
+def _shorten(steps: list[int]) -> str:
+    return ", ".join([*map(str, steps[:_SHOWN_STEPS]), *(["..."] if len(steps) > _SHOWN_STEPS else [])])
 
 
 def check_samples(run: RunDirectory) -> SampleCheck | None:

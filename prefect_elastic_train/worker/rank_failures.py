@@ -67,7 +67,10 @@ def portable_failure(failure: Any) -> Any:
     portable = LoopFailedError(truncate(failure_text(failure), MAX_LOG_BYTES))
     raised = TracebackException.from_exception(error)
     portable.message = _message(raised)[:MAX_CAUSE]
-    portable.skipped_step = getattr(error, "skipped_step", None)
+    chained: BaseException | None = error
+    while chained is not None and portable.skipped_step is None:  # another error may follow, such as of a cleanup
+        portable.skipped_step = getattr(chained, "skipped_step", None)
+        chained = chained.__cause__ or chained.__context__
     cause: TracebackException | None = raised
     while cause is not None:  # an error of a collective is often the cause of another
         portable.is_consequence |= _CONSEQUENCE.search(_message(cause)) is not None

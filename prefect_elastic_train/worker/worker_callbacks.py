@@ -61,7 +61,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         """
         self.group += 1
         self.restored_states = ()
-        self._context = replace(self._context, failures=failures, skipped_steps=frozenset(skipped_steps))
+        self._context = replace(self._context, failures=failures, skipped_steps=tuple(sorted(skipped_steps)))
 
     def after_init_train_context(self) -> None:
         """Prepare the worker process for the train loop. Ray Train calls this in each worker before the loop begins."""

@@ -37,7 +37,7 @@ def _train(folder: Path, joined: RayCluster, **config: Any) -> Any:
 def test_a_batch_whose_loss_is_bad_is_skipped_after_a_rollback_and_all_others_count_once(
     tmp_path: Path, joined: RayCluster
 ) -> None:
-    """A loss of NaN breaks the weights of both ranks; an outlier is seen by rank 0 alone."""
+    """A loss of NaN breaks the weights of both ranks; a spike is seen by rank 0 alone."""
     result = _train(tmp_path, joined, guard={"spike": 8.0}, bad={25: "nan", 50: "1e6"})
     assert (result.worker_failures, result.attempts) == (2, 1)
     check = check_samples(RunDirectory(LocalRunStore(str(tmp_path / "guarded"))))
@@ -46,7 +46,7 @@ def test_a_batch_whose_loss_is_bad_is_skipped_after_a_rollback_and_all_others_co
     assert check.samples == (STEPS - 2) * BATCH
     assert check.message.endswith("by index, without those of the skipped steps 25, 50")
     undisturbed = str(tmp_path / "undisturbed.npz")
-    with loop.use_run_context(loop.RunContext("", "", 1, "", "", skipped_steps=frozenset({25, 50}))):
+    with loop.use_run_context(loop.RunContext("", "", 1, "", "", skipped_steps=(25, 50))):
         torch_loop({**PLAN, "weights": undisturbed})
     assert same_weights(tmp_path / "w.npz", undisturbed, relative=1e-5)
 

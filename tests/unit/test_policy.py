@@ -523,7 +523,7 @@ def test_a_failure_without_a_rank_as_of_rays_detector_of_nccl_hangs_counts_and_i
     hang = WorkerGroupError("1 of 2 communicators have a collective mismatch\nTo debug: …", {})
     decisions = [policy.make_decision(hang) for _ in range(2)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
-    said = "rank 0: WorkerGroupError: 1 of 2 communicators have a collective mismatch"
+    said = "the worker group: WorkerGroupError: 1 of 2 communicators have a collective mismatch"
     assert describe_causes(causes_of(state.failures)) == [said]
     event = final_event_of_error(hang, LocalStorageSettings(path="/runs"))
     assert (event.outcome, event.message) == (
