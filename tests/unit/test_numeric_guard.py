@@ -161,12 +161,16 @@ def test_a_save_that_is_due_at_a_skipped_step_is_made_and_points_go_on_after_a_r
     assert saved == [2, 4, 6]
 
 
+def _find_and_clean_up() -> None:
+    try:
+        raise loop.NumericError("step 7: loss is nan", 7)
+    finally:
+        raise RuntimeError("in a cleanup")
+
+
 def test_a_problem_that_another_error_follows_is_seen() -> None:
     with pytest.raises(RuntimeError) as error:
-        try:
-            raise loop.NumericError("step 7: loss is nan", 7)
-        finally:
-            raise RuntimeError("in a cleanup")
+        _find_and_clean_up()
     assert portable_failure(error.value).skipped_step == 7
 
 
