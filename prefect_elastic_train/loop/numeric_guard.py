@@ -38,7 +38,7 @@ class NumericError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Guard:
-    """What a session does if the loss or a weight is not a finite number, or if the loss spikes.
+    """Reaction of a session to a loss or a weight that is not a finite number, and to a loss that spikes.
 
     The session checks each step, before the step is saved: the loss of each rank that gives one to
     :meth:`Session.step`, and the weights of each rank. These are the floating-point parameters of all modules of a
@@ -119,18 +119,18 @@ class GuardedSteps:
             self._warned_at = time.monotonic()
 
     def _problem(self, metrics: Mapping[str, Any]) -> str:
-        """Return what is wrong with the loss or the weights after a step; empty: nothing."""
+        """Return the problem of the loss or the weights after a step as text; empty: none."""
         name = self._guard.loss
-        found = metrics.get(name)
+        value = metrics.get(name)
         try:
-            loss = 0.0 if found is None else float(found.reshape(()) if hasattr(found, "reshape") else found)
+            loss = 0.0 if value is None else float(value.reshape(()) if hasattr(value, "reshape") else value)
         except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"metric {name!r} is {found!r:.80}: a guard needs a number") from None
+            raise ValueError(f"metric {name!r} is {value!r:.80}: a guard needs a number") from None
         if not math.isfinite(loss):
             return f"{name} is {loss}"
         if not self._state.is_finite():
             return "a weight is not a finite number"
-        if found is None:
+        if value is None:
             return ""
         problem = ""
         if self._guard.spike and len(self._losses) >= _MIN_LOSSES:
