@@ -1,9 +1,10 @@
 """The state of a run's controller, which its policies, callbacks and worker groups share."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefect_elastic_train.core.events import Event
+from prefect_elastic_train.core.events import Event, NodesLeftOut
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs.commits import CommitLog
@@ -13,6 +14,7 @@ from .budget import FailureWindow
 from .event_queue import EventSender, ReceiverAddress
 from .keepers import Keepers
 from .loop_watch import LoopWatch
+from .node_strikes import NodeStrikes
 from .standby import Standbys
 
 
@@ -29,6 +31,7 @@ class ControllerSettings:
         requester_id: The id for reservations with Ray's coordinator; empty for none, on a cluster without other users.
         standby: ``"off"``, ``"auto"`` (as memory allows) or ``"on"``.
         recovery_memory_fraction: Largest share of a node's memory for recovery points.
+        strikes_store: Where the strikes against nodes are recorded.
     """
 
     receiver: ReceiverAddress
@@ -40,6 +43,7 @@ class ControllerSettings:
     requester_id: str
     standby: str
     recovery_memory_fraction: float
+    strikes_store: RunStore
 
 
 class ControllerState:
@@ -52,6 +56,8 @@ class ControllerState:
         commits: The writer of commits.
         standbys: The standby workers.
         keepers: The keepers of recovery points.
+        strikes: The strikes against nodes.
+        left_out: Ids of the nodes that the run avoids, with the reasons.
         phases: Seconds that each phase of the start of a worker group took.
         failures: Errors of the ranks in the last poll or start of a worker group, for the failure decision that
             follows.
@@ -60,6 +66,7 @@ class ControllerState:
         failures_left: Failures that the budget allows after the last one, None for any number.
         skipped_steps: Steps whose batches sessions skip, since their guards have found a problem at them.
         assumed_nodes: Ids of the nodes from which the size of the next worker group was decided.
+        can_replace: Function that returns True if as many workers as on some nodes would fit without one of these.
         commit_count: Number of checkpoints committed by the current worker group.
         is_draining: True while a node of the worker group is about to be lost and the group still trains.
     """
@@ -69,6 +76,7 @@ class ControllerState:
     failures_left: int | None = None
     commit_count = 0
     is_draining = False
+    can_replace: Callable[[list[str], str], bool]
 
     def __init__(self, settings: ControllerSettings) -> None:
         failures = settings.failures
@@ -79,15 +87,24 @@ class ControllerState:
         self.commits.trained_seconds = self.budget.trained_seconds
         self.standbys = Standbys(settings.framework, settings.standby, self.publish)
         self.keepers = Keepers(settings.context.run_id, settings.recovery_memory_fraction)
+        window = failures.forgive_after_seconds
+        self.strikes = NodeStrikes(settings.strikes_store, settings.context.run_id, failures.node_strikes, window)
+        self.left_out: dict[str, str] = {}
         self.begin_startup()
         self.failures: dict[int, Exception] = {}
         self.assumed_nodes: set[str] = set()
         self.skipped_steps: set[int] = set()
-        self.sender = EventSender(settings.receiver)
+        self.sender = EventSender(settings.receiver, self.loops.announce_end)
 
     def publish(self, event: Event) -> None:
         """Send an event to the driver, with the current optimizer step of the training."""
         self.sender.put(event.model_copy(update={"step": self.loops.step}))
+
+    def leave_out(self, nodes: dict[str, str]) -> None:
+        """Set the nodes that the run avoids, with the reasons, and publish a change."""
+        if nodes.keys() != self.left_out.keys():
+            self.publish(NodesLeftOut(nodes=nodes))
+        self.left_out = nodes
 
     def begin_startup(self) -> None:
         """Begin to measure the phases from the end of a worker group to the training of the next one."""

@@ -5,6 +5,8 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from prefect_elastic_train.core.events import DROPPABLE, Event, encode_event
@@ -72,10 +74,16 @@ class EventQueue:
 
 
 class EventSender(EventQueue):
-    """Sends events from the controller's process to the driver over a socket. It never raises and never blocks."""
+    """Sends events from the controller's process to the driver over a socket. It never raises and never blocks.
 
-    def __init__(self, receiver: ReceiverAddress) -> None:
+    Args:
+        receiver: The address of the driver.
+        on_request: Function that is called, in a thread, when the driver requests a save.
+    """
+
+    def __init__(self, receiver: ReceiverAddress, on_request: Callable[[], None] = lambda: None) -> None:
         self._receiver = receiver
+        self._on_request = on_request
         self._connection: socket.socket | None = None
         super().__init__()
 
@@ -89,11 +97,22 @@ class EventSender(EventQueue):
                 address = ("127.0.0.1", self._receiver.port)
                 self._connection = socket.create_connection(address, timeout=_SEND_TIMEOUT_SECONDS)
                 self._connection.sendall(f"{self._receiver.key}\n".encode())
+                start_thread(self._await_requests, self._connection)
             self._connection.sendall(line + b"\n")
         except OSError:
             self._disconnect()
             return False
         return True
+
+    def _await_requests(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                try:
+                    if not connection.recv(1):
+                        return
+                except TimeoutError:
+                    continue
+                self._on_request()
 
     def _disconnect(self) -> None:
         connection = self._connection

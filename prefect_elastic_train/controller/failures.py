@@ -27,7 +27,16 @@ class IgnoredCheckpointError(Exception):
 
 
 class HungLoopError(Exception):
-    """A rank reported nothing for longer than ``stall_timeout_seconds``; the message has the stacks of its threads."""
+    """A rank hangs, or waits for one that does, for longer than ``stall_timeout_seconds``.
+
+    The message has the stacks of its threads.
+    """
+
+    is_consequence = False  # True if the rank waits for one that hangs
+
+
+class StragglerError(Exception):
+    """A rank is slower than the others, and another node can replace its node."""
 
 
 def failures_of(error: Exception) -> dict[int, Exception]:
@@ -46,7 +55,7 @@ def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
     the first `_MAX_CAUSES` different ones are added to the last of these.
     """
     groups: dict[str, list[int]] = {}
-    for rank, failure in sorted(failures.items()):
+    for rank, failure in sorted(failures.items(), key=lambda item: (_is_consequence(item[1]), item[0])):
         text = _VARIABLE.sub("#", failure_text(failure))
         if len(groups) >= _MAX_CAUSES and text not in groups:
             text = next(reversed(groups))
@@ -127,6 +136,12 @@ def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
     if not all(map(_is_consequence, failures)):
         return Outcome.USER_ERROR, "the train loop failed more often than max_failures allows"
     return Outcome.CLUSTER_LOST, "connections between living workers broke more often than max_failures allows"
+
+
+def is_of_node(failure: Exception) -> bool:
+    """Return True if a rank's failure is a strike against its node: its process died, it hangs, or it is slow."""
+    is_slow = isinstance(failure, HungLoopError | StragglerError) and not _is_consequence(failure)
+    return is_death(failure) or is_slow
 
 
 def _is_consequence(failure: Exception) -> bool:

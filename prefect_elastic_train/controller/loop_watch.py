@@ -18,9 +18,12 @@ from ray.train import WorkerGroupError
 from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.loop.restart_notice import announce_end
 from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
 
 from .failures import HungLoopError, IgnoredCheckpointError
+from .hang_watch import HangWatch
+from .straggler_watch import StragglerWatch
 from .worker_queries import query_workers
 
 _STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
@@ -28,6 +31,9 @@ _STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
 _WAIT_SECONDS = 45.0  # after which a rank that waits for the others is reported
+#: A loop without a session is reported once it is silent for so long: seconds, and times its longest silence so far.
+_SILENT_SECONDS = 120.0
+_SILENT_TIMES = 10.0
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # metrics that count progress, most significant first
 
 
@@ -42,6 +48,7 @@ class LoopWatch:
         ignored: True if the current worker group's loop has ignored its checkpoint.
         step: Optimizer steps of the current worker group's session at the last poll; 0 without a session.
         has_stepped: True once all ranks of the session have begun their first step.
+        stragglers: The ranks that are slower than the others.
         most_workers: Number of workers for which a step of the session has samples; ``sys.maxsize`` if unknown.
     """
 
@@ -49,10 +56,13 @@ class LoopWatch:
     most_workers = sys.maxsize
     has_stepped = False
     _has_saved = False
+    _workers: Sequence[Any] = ()
 
     def __init__(self, settings: FailureSettings, publish: Callable[[Event], None]) -> None:
         self._settings = settings
         self._publish = publish
+        self._hangs = HangWatch(publish)
+        self.stragglers = StragglerWatch(publish)
 
     def begin_group(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
         """Begin to watch the train loops of a new worker group.
@@ -62,6 +72,8 @@ class LoopWatch:
             checkpoint: The checkpoint that the loop may restore, empty for none.
             metrics: The metrics that were reported with that checkpoint.
         """
+        self._hangs.begin_group(workers)
+        self.stragglers.begin_group(workers)
         self._workers = workers
         self._checkpoint = checkpoint
         self._counters_before = _counters(metrics)
@@ -69,13 +81,21 @@ class LoopWatch:
         self._has_saved |= bool(checkpoint)
         self._began = time.monotonic()
         self._silent_since = math.inf  # until the first poll
+        self._longest_silence = 0.0  # seconds between two reports
+        self._has_warned_of_silence = False
         self._reports = 0
         self.ignored = False
         self.step = 0
         self.has_stepped = False
+        self._has_announced_end = False
         self._has_warned_of_wait = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
         self._waiting_since: dict[int, float] = {}
+
+    def announce_end(self) -> None:
+        """Let the sessions of all ranks save now, and wait for the end of their worker group."""
+        for worker in self._workers:
+            worker.execute_async(announce_end)
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Check the train loops by the status that a poll returned for each rank, and publish warnings.
@@ -85,8 +105,12 @@ class LoopWatch:
         """
         now = time.monotonic()
         self._update_step(statuses)
+        if any(getattr(status, "is_ending", False) for status in statuses) and not self._has_announced_end:
+            self._has_announced_end = True
+            self.announce_end()
         reports = [status.training_report for status in statuses if status.training_report]
         if reports or self._silent_since > now:
+            self._longest_silence = max(self._longest_silence, now - self._silent_since)
             self._silent_since = now
         has_checkpoint = any(report.checkpoint for report in reports)
         self._has_saved |= has_checkpoint
@@ -110,8 +134,12 @@ class LoopWatch:
         if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
             self._has_warned_of_wait = True
             self._warn_of_wait()
+        self.stragglers.check(statuses)
         limit = self._settings.stall_timeout_seconds
-        if limit and not has_ended and now - self._silent_since > limit:
+        if limit == "auto":
+            self._check_silence(now, statuses)
+            self._hangs.check(statuses)
+        elif limit and not has_ended and now - self._silent_since > limit:
             stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
             problem = f"no report for {limit:g} s"
             failures = {
@@ -163,14 +191,34 @@ class LoopWatch:
         if self._settings.ignored_checkpoint == "fail":
             raise WorkerGroupError(message, {0: IgnoredCheckpointError(message)})
 
+    def _check_silence(self, now: float, statuses: Sequence[Any]) -> None:
+        """Warn once if a loop without a session has not reported for much longer than it did before."""
+        limit = max(_SILENT_SECONDS, _SILENT_TIMES * self._longest_silence)
+        has_session = any(getattr(status, "phase", None) for status in statuses)
+        if has_session or self._reports < _UNSAVED_REPORTS or now - self._silent_since <= limit:
+            return
+        if not self._has_warned_of_silence:
+            self._has_warned_of_silence = True
+            message = (
+                f"the loop has not reported for {limit:.0f} s, {_SILENT_TIMES:.0f} times as long as before: "
+                f"{self._positions()}. With a session, or with stall_timeout_seconds, a loop that hangs is restarted"
+            )
+            self._publish(LoopWarned(problem="no-report", message=message))
+
     def _warn_of_wait(self) -> None:
+        message = (
+            f"ranks wait for others: {self._positions()}. All must call ray.train.report() and collectives equally "
+            "often"
+        )
+        self._publish(LoopWarned(problem="ranks-wait", message=message))
+
+    def _positions(self) -> str:
+        """Return the current line of the loop in each rank, as text."""
         answers = query_workers(self._workers, current_line)
         ranks: defaultdict[str, list[int]] = defaultdict(list)
         for rank in range(len(self._workers)):
             ranks[answers.get(rank, "does not answer")].append(rank)
-        positions = "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
-        message = f"ranks wait for others: {positions}. All must call ray.train.report() and collectives equally often"
-        self._publish(LoopWarned(problem="ranks-wait", message=message))
+        return "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
 
 
 def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:

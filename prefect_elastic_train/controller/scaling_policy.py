@@ -113,6 +113,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         reduced = {name: amount - (_EPSILON if amount % 1 else 0) for name, amount in requested.items()}
         super().__init__(replace(scaling_config, resources_per_worker=reduced or None))
         self._state = state
+        state.can_replace = self._can_replace
         self._requester_id = state.settings.requester_id
         self._settings = state.settings.scaling
         self._demand = demand_of(scaling_config)
@@ -269,8 +270,24 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         # The coordinator divides the resources of the cluster between trainings.
         requester_id = self._requester_id
         reserved = reserved_resources(self._autoscaling_coordinator, requester_id) if requester_id else None
-        nodes = cluster_nodes()
+        nodes = self._choose_nodes(demand, reserved)
         self._state.assumed_nodes = {node.id for node in nodes}
         stable_nodes = self._stability.observe(now, nodes)
         possible = sizing.possible_workers(nodes, demand, reserved)
         return possible, sizing.possible_workers(stable_nodes, demand, reserved)
+
+    def _choose_nodes(self, demand: sizing.Demand, reserved: Any) -> list[sizing.Node]:
+        """Return the nodes of the cluster without those that have too many strikes, unless too few workers fit then."""
+        struck = self._state.strikes.struck_nodes()
+        nodes = cluster_nodes()
+        good = [node for node in nodes if node.id not in struck]
+        if sizing.possible_workers(good, demand, reserved) < demand.min_workers:
+            good = nodes
+        self._state.leave_out({node.id: struck[node.id] for node in nodes if node not in good})
+        return good
+
+    def _can_replace(self, of_workers: list[str], node_id: str) -> bool:
+        struck = {*self._state.strikes.struck_nodes(), node_id}
+        others = [node for node in cluster_nodes() if node.id not in struck]
+        demand = replace(self._demand, held=Counter(of_workers))
+        return sizing.possible_workers(others, demand) >= len(of_workers)

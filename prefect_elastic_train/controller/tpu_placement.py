@@ -7,6 +7,7 @@ Uses ``ray.train.v2._internal``: Ray has no public way to place a worker group.
 """
 
 import time
+from collections.abc import Container
 from typing import Any
 
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -23,8 +24,10 @@ _POLL_SECONDS = 0.5
 _SLICE_NAME = "ray.io/tpu-slice-name"  # label of a node
 
 
-def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandle:
+def place_on_slices(demand: Demand, context: Any, left_out: Container[str]) -> handles.PlacementGroupHandle:
     """Reserve whole and free TPU slices for a worker group, and return the handle of its placement group.
+
+    The slices have none of the nodes in `left_out`.
 
     Raises:
         WorkerGroupStartupTimeoutError: Too few slices are free, or a slice was not reserved in time.
@@ -32,7 +35,10 @@ def place_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandl
     shape = demand.shape
     assert shape is not None
     deadline = time.monotonic() + _RELEASE_SECONDS
-    while len(slices := free_slices(cluster_nodes(), demand)) < context.num_slices:
+    while (
+        len(slices := free_slices([node for node in cluster_nodes() if node.id not in left_out], demand))
+        < context.num_slices
+    ):
         if time.monotonic() > deadline:
             raise WorkerGroupStartupTimeoutError(context.num_workers)
         time.sleep(_POLL_SECONDS)

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
@@ -134,12 +135,18 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
         demand = demand_of(scaling_config)
+        left_out = self.state.left_out
         if demand.shape is None:
+            if left_out:
+                others = {"ray.io/node-id": f"!in({','.join(left_out)})"}
+                selectors = worker_group_context.label_selector or [{}] * worker_group_context.num_workers
+                selectors = [others | selector for selector in selectors]
+                worker_group_context = replace(worker_group_context, label_selector=selectors)
             handle = super()._create_placement_group(scaling_config, worker_group_context)
         else:
             from .tpu_placement import place_on_slices
 
-            handle = place_on_slices(demand, worker_group_context)
+            handle = place_on_slices(demand, worker_group_context, left_out)
         self._node_ids = self.state.assumed_nodes
         self._handle = handle
         return handle

@@ -121,17 +121,39 @@ class FirstStep(Event):
 
 
 class LoopWarned(Event):
-    """The loop ignored the checkpoint that it was offered, never saved one, or has ranks that wait for others."""
+    """The loop ignored its checkpoint, never saved one, has ranks that wait for others, or has ceased to report."""
 
-    problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait"]
+    problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait", "no-report"]
     message: str
     checkpoint: str = ""
+
+
+class StragglerFound(Event):
+    """A rank needs ``seconds`` for its own work of a step, for which most ranks need only ``usual_seconds``."""
+
+    rank: int
+    node_id: str
+    seconds: float
+    usual_seconds: float
+
+
+class NodesLeftOut(Event):
+    """The nodes that the run avoids changed: ``nodes`` maps the id of each to the reasons. Empty: it avoids none."""
+
+    nodes: dict[str, str]
 
 
 class SavesPlanned(Event):
     """The interval between checkpoints changed; ``plan`` has the interval and its reason as text."""
 
     plan: str
+
+
+class StallTimeoutLearned(Event):
+    """The time limit of a step changed: a rank whose step takes longer is observed, and restarted if it hangs."""
+
+    timeout_seconds: float
+    longest_step_seconds: float
 
 
 class StandbysParked(Event):
@@ -167,6 +189,8 @@ class GroupFailed(Event):
     reports_lost: int = 0
     #: True if the session makes recovery points.
     in_memory: bool = False
+    #: Location of the file with the tracebacks and stacks; empty: unknown.
+    details: str = ""
     #: Further failures of this kind that the budget allows; None: not limited.
     left: int | None = None
 
@@ -253,7 +277,7 @@ KINDS: dict[str, type[Event]] = {
 DROPPABLE = (ControllerAlive, Reported)
 
 #: Events of training without incidents.
-ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StandbysParked)
+ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StallTimeoutLearned, StandbysParked)
 
 
 def encode_event(event: Event) -> str:

@@ -11,7 +11,7 @@ from prefect.settings.base import PrefectBaseSettings, build_settings_config
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, ValidationError
 
 from .outcomes import ConfigurationError
-from .time_limits import STOP_GRACE_SECONDS
+from .time_limits import STOP_GRACE_SECONDS, TERMINATION_GRACE_SECONDS
 
 _BlockName = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^(([a-z0-9-]+/)?[a-z0-9-]+)?$")]
 
@@ -35,6 +35,8 @@ class ElasticTrainSettings(PrefectBaseSettings, use_attribute_docstrings=True):
     """A driver whose controller sends no event for this long counts as lost."""
     stop_grace_seconds: PositiveFloat = STOP_GRACE_SECONDS
     """How long a driver may take to exit after SIGINT before SIGKILL."""
+    termination_grace_seconds: NonNegativeFloat = TERMINATION_GRACE_SECONDS
+    """How long a session may take to save after SIGTERM to the flow process or the driver. 0: no save."""
     flow_run_check_seconds: PositiveFloat = 3.0
     """How often a training checks if its flow run was cancelled or has ended."""
     local_cluster_timeout_seconds: PositiveFloat = 120.0

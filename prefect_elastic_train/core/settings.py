@@ -187,8 +187,14 @@ class FailureSettings(SettingsModel):
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
     forgive_after_seconds: NonNegativeFloat = 3600.0
     """Seconds of committed training after which an earlier failure no longer counts. 0: failures always count."""
-    stall_timeout_seconds: NonNegativeFloat = 0.0
-    """A worker group without a report for this long has failed. 0: off."""
+    stall_timeout_seconds: NonNegativeFloat | Literal["auto"] = "auto"
+    """A worker group without a report for this long has failed. "auto": learned from a session's steps. 0: off."""
+    on_straggler: Literal["warn", "replace"] = "warn"
+    """What happens to a rank slower than the others: "replace" restarts without its node if there is a spare one."""
+    node_strikes: int = Field(3, ge=0)
+    """Crashes and hangs of workers on a node, within forgive_after_seconds, after which the run avoids it. 0: off."""
+    shared_strikes: bool = False
+    """Avoid nodes also because of the strikes of other trainings in the same storage that share theirs."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"
     """What happens when a restarted loop starts from scratch although there is a checkpoint."""
 

@@ -18,6 +18,9 @@ A training that runs as a Ray job is stopped by the cluster instead: ``JOB_STOP_
 driver's exit and SIGKILL, and Ray lets the driver exit within ``STOP_GRACE_SECONDS`` of them; 33 together. With a
 dashboard that does not answer, the report's last update may be lost.
 
+After SIGTERM that is not a cancellation, such as before the loss of a machine, a session saves first, which may take
+``TERMINATION_GRACE_SECONDS`` (25) more.
+
 If the flow process is killed, its guard stops the driver and kills the rest with the same limits.
 """
 
@@ -25,6 +28,8 @@ RUNNER_GRACE_SECONDS = 30.0
 FLOW_RUN_STATE_SECONDS = 8.0
 #: Default of the setting ``stop_grace_seconds``.
 STOP_GRACE_SECONDS = 8.0
+#: Default of the setting ``termination_grace_seconds``.
+TERMINATION_GRACE_SECONDS = 25.0
 KILL_SECONDS = 8.0
 PUBLISHER_CLOSE_SECONDS = 5.0
 FIT_EXIT_SECONDS = 4.5

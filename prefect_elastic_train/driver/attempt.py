@@ -4,19 +4,29 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterWanted
+from prefect_elastic_train.core.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    ClusterWanted,
+    Event,
+    FirstStep,
+    WorkerGroupStarted,
+)
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import EndedRecord
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import add_up
@@ -47,6 +57,9 @@ class Attempt:
 
     Call :meth:`run`, :meth:`close` and :meth:`leave_cluster` in this order.
 
+    Attributes:
+        saves_first: True while a SIGTERM lets a session save before it ends the attempt.
+
     Args:
         spec: The input of the driver.
         output: The driver's standard output.
@@ -54,6 +67,8 @@ class Attempt:
         started_at: Time at which the driver process was started, or at which a pre-started driver got its spec, in
             seconds since the epoch; 0: unknown.
     """
+
+    saves_first = False
 
     def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, started_at: float = 0.0) -> None:
         owner = spec.request.owner.model_copy(update=this_process())
@@ -65,7 +80,8 @@ class Attempt:
         self.store = self._storage.run(spec.request.run_name)
         self.recorder = EventRecorder(output, details, self.store, spec)
         self._stop_heartbeat: Callable[[], None] = lambda: None
-        self._receiver = EventReceiver(self.recorder.emit)
+        self._receiver = EventReceiver(self._receive)
+        self._is_saved = threading.Event()  # there is nothing to save any more after SIGTERM
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the train loop has returned, and return the final event.
@@ -85,6 +101,31 @@ class Attempt:
             return self._end_of_finished(begun)
         self._train(payload, begun)
         return self._complete()
+
+    def _receive(self, event: Event) -> None:
+        """Record an event of the controller, and whether the loop has saved all that it has done."""
+        self.recorder.emit(event)
+        match event:
+            case WorkerGroupStarted():
+                self.saves_first = False
+                self._is_saved.set()
+            case FirstStep():
+                self.saves_first = self.spec.termination_grace_seconds > 0 and not self.spec.cluster.is_submitted
+            case CheckpointCommitted() if event.metrics.get("step", 0) >= event.step:
+                self._is_saved.set()
+
+    def _handle_termination(self, number: int, frame: Any) -> None:
+        """Handle SIGTERM: request a save, and end the attempt after it. A second SIGTERM ends it at once."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if not self.saves_first:
+            raise KeyboardInterrupt
+        start_thread(self._save_and_end)
+
+    def _save_and_end(self) -> None:
+        self._is_saved.clear()
+        self._receiver.request_save()
+        self._is_saved.wait(self.spec.termination_grace_seconds)
+        os.kill(os.getpid(), signal.SIGINT)
 
     def begin(self) -> Begun | EndedRecord:
         """Take over the run, start the heartbeat and the history of the attempt, and publish the attempt's start.
@@ -274,11 +315,13 @@ class Attempt:
         self.recorder.set_activity("making the datasets")
         datasets = make_datasets(payload)
         self.recorder.set_activity("")
+        strikes = self._storage.folder(spec.storage.root) if spec.failures.shared_strikes else self.store
         try:
-            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.address)
+            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.address, strikes)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
+        signal.signal(signal.SIGTERM, self._handle_termination)  # Ray has replaced the handler
         trainer.fit()
 
     def _complete(self) -> AttemptEnded:

@@ -47,6 +47,7 @@ class EventReceiver:
         self._handle = handle
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._readers: list[threading.Thread] = []
+        self._connections: list[socket.socket] = []
         self.address = ReceiverAddress(self._listener.getsockname()[1], secrets.token_hex(16))
         start_thread(self._accept)
 
@@ -55,6 +56,12 @@ class EventReceiver:
         deadline = time.monotonic() + timeout_seconds
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def request_save(self) -> None:
+        """Let the controller request a save from the session."""
+        for connection in self._connections:
+            with suppress(OSError):  # an earlier one, which is closed
+                connection.sendall(b".")
 
     def close(self) -> None:
         """Stop listening for connections from the controller."""
@@ -70,6 +77,7 @@ class EventReceiver:
         with connection, connection.makefile("rb") as lines, suppress(OSError):
             if not hmac.compare_digest(lines.readline(100).strip(), self.address.key.encode()):
                 return
+            self._connections.append(connection)
             for line in lines:
                 if not line.endswith(b"\n"):  # incomplete: its event is sent again
                     return
@@ -179,6 +187,8 @@ class EventRecorder:
             if isinstance(event, ev.Report):
                 self._reports += 1
                 update["index"] = self._reports
+            elif isinstance(event, ev.GroupFailed):
+                update["details"] = f"{self._store.uri}/{layout.details_name(self.attempt)}"
             event = event.model_copy(update=update)
             self._output.put(event)
             if self.history:

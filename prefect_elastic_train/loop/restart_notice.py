@@ -27,6 +27,7 @@ class RestartNotice:
     """
 
     growth: int = 0  # number of the announced growth; 0: none is announced
+    is_ending: bool = False  # this worker, another one, or the driver is about to end: SIGTERM was sent to it
     notified: dict[bool, Any] = field(default_factory=dict)  # last restart that session (True) or loop (False) knows
     restart_waits: bool = False  # the announced restart waits for the next report, or for the current one
     local_polls: int = 0  # polls without a broadcast that the last broadcast allowed
@@ -93,7 +94,7 @@ def poll_restart(decide: Callable[[], Any] | None = None, together: bool = False
 
 
 def announced_growth() -> int:
-    """Return the number of the growth of which the session was notified last; 0: it was a drain."""
+    """Return the number of the growth of which the session was notified last; 0: it was a drain or an end."""
     restart = state.notified[True]
     return restart if isinstance(restart, int) else 0
 
@@ -104,6 +105,11 @@ def set_announced_growth(number: int) -> None:
     The controller runs it in each worker.
     """
     state.growth = number
+
+
+def announce_end() -> None:
+    """Announce to this worker that its worker group is about to end. The controller runs it in each worker."""
+    state.is_ending = True
 
 
 def train_context() -> Any:
@@ -118,7 +124,12 @@ def local_context() -> Any:
 
 
 def announced_restart(context: Any) -> Any:
-    """Return the announced restart: the sorted ids of the nodes of a drain, or the number of a growth; None: none."""
+    """Return the announced restart; None: none.
+
+    It is ``"end"``, the sorted ids of the nodes of a drain, or the number of a growth.
+    """
+    if state.is_ending:
+        return "end"
     preemption = context.preemption_context.preemption_info
     if preemption is not None:
         return sorted(preemption.preempted_node_to_ranks)

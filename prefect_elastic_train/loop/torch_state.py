@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,17 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _LENIENT = sharded.StateDictOptions(strict=False)
 _WRITE_TIMEOUT = timedelta(hours=1)  # timeout of collectives while a checkpoint is written
+
+
+class _DeviceTime:
+    """A time of the current stream of a GPU. Differences are seconds; RuntimeError: the GPU has not come so far."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def __sub__(self, earlier: _DeviceTime) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class TorchState(State):
@@ -115,6 +127,18 @@ class TorchState(State):
         # Types of 8 bits have no norm.
         norm = torch.nn.utils.get_total_norm([each if each.itemsize > 1 else each.float() for each in floats], math.inf)
         return bool(norm.isfinite())
+
+    def watch_gradients(self, on_gradients: Callable[[], None]) -> Callable[[], Any]:
+        """Call a function when the first parameter, whose gradient usually is the last, has its gradient.
+
+        DDP exchanges that gradient after the call. With FSDP2, the function is not called.
+        """
+        parameters = (parameter for module in self._modules.values() for parameter in module.parameters())
+        first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+        if first is None:
+            return time.monotonic
+        first.register_post_accumulate_grad_hook(lambda _: on_gradients())
+        return _DeviceTime if first.is_cuda else time.monotonic
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
         """Create the ``ShardGradients`` of the modules. Call it on all ranks together."""

@@ -25,6 +25,7 @@ from .ledger import Ledger
 from .metrics import StepMetrics
 from .numeric_guard import Guard, GuardedSteps
 from .order import MAX_LENGTH, Indices, SampleOrder, StepBatches
+from .phases import Phases
 from .rank_files import missing_rank_files_message, rank_file
 from .recovery_points import RankState, RecoveryPoints, StateReader
 from .restart_notice import announced_growth, local_context, poll_restart, train_context
@@ -130,6 +131,7 @@ class Session(AbstractContextManager["Session"]):
         began_from: Value of ``done`` before this worker's first step.
         cadence: The :class:`Cadence` that decides when to save.
         recovery_points: The :class:`RecoveryPoints` of this rank.
+        phases: The :class:`Phases` of this rank's loop.
 
     Raises:
         ValueError: An argument is out of range.
@@ -220,6 +222,7 @@ class Session(AbstractContextManager["Session"]):
         self._ledger = Ledger()
         self._step_samples: list[Indices] = []  # samples of the current step
         self._writing = threading.Lock()  # locked until a checkpoint is uploaded
+        self.phases = Phases()
         remove_abandoned_folders()
         seed_everything(seed, 0, self._share[0])  # ranks with the same samples get the same random numbers
         checkpoint = self._ray and self._ray.get_checkpoint()
@@ -239,6 +242,7 @@ class Session(AbstractContextManager["Session"]):
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
+        self.phases.clock = state.watch_gradients(self.phases.end_work)
         self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
         if self._gradients:
             self._record_environment(self._gradients)
@@ -283,6 +287,7 @@ class Session(AbstractContextManager["Session"]):
         if error is None:
             self._open_step(None, save=self.done > self._saved)
             self._close_step(at_end=True)
+        self.phases.begin("")
 
     @property
     def epoch(self) -> int:
@@ -333,6 +338,7 @@ class Session(AbstractContextManager["Session"]):
             raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
         sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch, self._shards)
         loaded = load(dataset, sampler, loader)
+        self.phases.begin("loading")
         for (step, part, parts, is_last), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
             if self.done != step:
                 raise LoopError(
@@ -356,11 +362,14 @@ class Session(AbstractContextManager["Session"]):
                 self._step_samples.append(samples)
             self.began_at = self.began_at or time.time()
             self._in_batches = True
+            self._begin_step()
+            self.phases.begin_work()
             try:
                 yield batch
             finally:
                 self._in_batches = False
             self._close_step()
+            self.phases.begin("loading")
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
         """Yield this rank's share of a whole dataset once, in its order, for an evaluation.
@@ -378,12 +387,14 @@ class Session(AbstractContextManager["Session"]):
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
         sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)
         of_training = (self.weight, self.samples)
+        interrupted = self.phases.begin("evaluation")
         try:
             for step, (self.samples, samples) in enumerate(load(dataset, sampler, loader)):
                 self.weight = order.weight(step, *self._share) * order.size(step) / order.length
                 yield samples
         finally:
             self.weight, self.samples = of_training
+            self.phases.begin(interrupted)
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of the current batch. Without ``shards``, it is ``loss.backward()``.
@@ -432,9 +443,16 @@ class Session(AbstractContextManager["Session"]):
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
         self._step_samples = []
+        self.phases.end_step(self.done)
         self._complete_step(metrics, save)
-        if not self._in_batches:
+        if self._in_batches:
+            self.phases.begin("evaluation")
+        else:
             self._close_step()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.phases.begin("step" if self.done > self.began_from else "first step")
 
     def _complete_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Count the step as done, and open it."""
@@ -473,6 +491,12 @@ class Session(AbstractContextManager["Session"]):
         if not self._is_open or self._ray is None:
             return
         self._is_open = False
+        interrupted = self.phases.begin("save")
+        self._save_or_report(at_end)
+        self.phases.begin(interrupted)
+
+    def _save_or_report(self, at_end: bool) -> None:
+        """Make a recovery point, a checkpoint or a report, whatever is due."""
         points = self.recovery_points
         is_point_due = points.every and (self.done % points.every == 0 or self._is_required)
         # Until a required save is committed, its step stays in memory, so that a restart repeats the save.

@@ -435,6 +435,10 @@ class Training(Follower):
             self._enter(TrainingState.DETACHING)
         return self._state is TrainingState.DETACHING
 
+    def saves_first(self, reason: BaseException) -> bool:
+        """Return True if a session saves before the training ends: after SIGTERM that is not a cancellation."""
+        return get_settings().termination_grace_seconds > 0 and self._may_detach(reason)
+
     def logged_until(self) -> float:
         """Return the time up to which an earlier process has published this training's events; 0 if there are none.
 

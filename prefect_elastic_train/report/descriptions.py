@@ -59,8 +59,20 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             return Description(f"{workers} the loop{offer}")
         case ev.LoopWarned():
             return Description(event.message, is_warning=True)
+        case ev.StragglerFound():
+            return Description(
+                f"rank {event.rank} on node {event.node_id} is slow",
+                f"its work of a step takes {event.seconds:.3g} s, that of others {event.usual_seconds:.3g} s",
+                is_warning=True,
+            )
+        case ev.NodesLeftOut():
+            reasons = "; ".join(f"{node}: {reason}" for node, reason in event.nodes.items())
+            message = f"avoids {len(event.nodes)} node(s) with too many failures" if reasons else "avoids no node now"
+            return Description(f"the run {message}", reasons, is_warning=True)
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
+        case ev.StallTimeoutLearned():
+            return Description(describe_stall_timeout(event))
         case ev.StandbysParked():
             memory = f", {event.size_bytes / 2**20:.0f} MiB each" if event.parked else ""
             lacking = "; there is no memory for more" if event.parked < event.wanted else ""
@@ -97,6 +109,12 @@ def describe_wait(event: ev.WaitingForCapacity) -> Description:
         f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more resources'}",
         is_warning=True,
     )
+
+
+def describe_stall_timeout(event: ev.StallTimeoutLearned) -> str:
+    """Return the time limit of a step and its reason as text."""
+    longest = event.longest_step_seconds
+    return f"the time limit of a step is {event.timeout_seconds:.1f} s; the longest so far took {longest:.2g} s"
 
 
 def _describe_failure(event: ev.GroupFailed, checkpoint: str, locations: Mapping[int, str] | None) -> Description:

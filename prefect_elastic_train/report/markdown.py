@@ -37,6 +37,7 @@ def render(report: RunReport, now: float, picture: str = "") -> str:
         _time(report.tally.account(now)),
         "### Checkpoints",
         f"The loop saves {escape(report.saves)}." if report.saves else "",
+        f"{report.stall_timeout.capitalize()}." if report.stall_timeout else "",
         _checkpoints(report),
         "### Where",
         _locations(report),
@@ -121,6 +122,7 @@ def _locations(report: RunReport) -> str:
         "flow run": report.flow_run_url,
         "run directory": report.run_uri,
         "started from": report.started_from,
+        "errors and stacks of the last failure": report.details,
         "Ray dashboard": report.dashboard_url,
         **report.links,
     }

@@ -20,7 +20,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.scores import score_of
 
 from .accounts import Tally
-from .descriptions import describe, describe_wait
+from .descriptions import describe, describe_stall_timeout, describe_wait
 
 #: Limits of the report's size.
 _MAX_CURVES = 8
@@ -144,6 +144,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     paced_from: tuple[float, dict[str, float]] | None = None
     rates: dict[str, float] = {}  # growth per second since ``paced_from`` of the numbers that grew, and of "progress"
     saves: str = ""  # interval between checkpoints and its reason
+    stall_timeout: str = ""  # that of a step, and its reason
+    details: str = ""  # location of the tracebacks and stacks of the last failure
     last_event_at: float = 0.0
     tally: Tally = Tally()
     incidents: list[Incident] = []
@@ -197,7 +199,9 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                 self._add_report(event)
             case ev.SavesPlanned():
                 self.saves = event.plan[:_MAX_TEXT]
-            case ev.LoopWarned():
+            case ev.StallTimeoutLearned():
+                self.stall_timeout = describe_stall_timeout(event)
+            case ev.LoopWarned() | ev.NodesLeftOut() | ev.StragglerFound():
                 self._describe(event, "loop")
             case ev.StorageWaited():
                 self._describe(event, "storage")
@@ -208,6 +212,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                 self._describe(event, "preemption" if isinstance(event, ev.WorkersPreempted) else "failure")
                 if event.retried:
                     self.incidents[-1].since = event.at
+                self.details = event.details
                 self._set_state("restarting workers", self.incidents[-1].reason)
             case ev.WorkerGroupResized():
                 self._describe(event, "resize")

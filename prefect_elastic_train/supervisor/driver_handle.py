@@ -21,6 +21,7 @@ from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 from prefect_elastic_train.core.request import STOP_FILE
 from prefect_elastic_train.core.size_limits import whole_lines
 from prefect_elastic_train.core.threads import start_thread
+from prefect_elastic_train.driver.termination_signals import count_signals
 
 from .follower import Follower
 from .local_cluster import LocalCluster
@@ -61,6 +62,8 @@ class DriverHandle:
         #: Start of the time without a heartbeat, and the driver's activity then.
         self._heartbeat_at = time.monotonic()
         self._activity = "starting"
+        #: True while a session trains.
+        self._has_session = False
         self._liveness_checked_at = time.monotonic()
         self._recent_lines: deque[str] = deque(maxlen=_RECENT_LINES)
         #: True while the output is one that an earlier process of the flow run has already received.
@@ -89,6 +92,8 @@ class DriverHandle:
             self._attempt = event.attempt
         elif isinstance(event, ev.ControllerAlive):
             self._activity = event.doing
+        elif isinstance(event, ev.WorkerGroupStarted | ev.FirstStep):
+            self._has_session = isinstance(event, ev.FirstStep)
         elif isinstance(event, ev.AttemptEnded):
             self._final_event = event
             self._final_event_at = time.monotonic()
@@ -185,6 +190,7 @@ class ChildDriver(DriverHandle):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_interrupted = False
+        self._is_terminated = False  # SIGTERM was sent to the driver
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
         self._open_streams = 2
 
@@ -226,6 +232,23 @@ class ChildDriver(DriverHandle):
         """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped."""
         outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
         self._spec_file.with_name(STOP_FILE).write_text(outcome.value)
+        if (
+            self._has_session
+            and not self._is_interrupted
+            and not self._is_terminated
+            and self.follower.saves_first(reason)
+        ):
+            self._await_save()
+
+    def _await_save(self) -> None:
+        """Let the driver's session save, and wait until the driver exits after it, or for another signal."""
+        self._is_terminated = True  # before the signal: a second one may raise here
+        signals = count_signals()
+        os.kill(self._process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self.settings.termination_grace_seconds
+        while self._open_streams and time.monotonic() < deadline and count_signals() == signals:
+            for source, line in self.read_output():
+                self.process_line(source, line)
 
     def close(self) -> None:
         """Stop a running driver with SIGINT, and with SIGKILL after ``stop_grace_seconds``. Delete its spec file."""

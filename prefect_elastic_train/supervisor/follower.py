@@ -38,6 +38,10 @@ class Follower:
         The supervisor stops the driver, and ``TrainingProcesses.run_attempt`` raises the same exception.
         """
 
+    def saves_first(self, reason: BaseException) -> bool:
+        """Return True if the driver's session saves before `reason`, which was raised here, ends the attempt."""
+        return False
+
     def keeps_job(self, reason: BaseException) -> bool:
         """Return True if the driver's Ray job continues after `reason` has made the flow process stop following it."""
         return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS, Cadence
+from prefect_elastic_train.loop.phases import PhaseReport
 from prefect_elastic_train.loop.restart_notice import train_context
 from prefect_elastic_train.storage.retries import Waits, collect_waits
 
@@ -114,6 +115,19 @@ def session_position() -> Position | None:
     )
 
 
+def session_phase() -> PhaseReport | None:
+    """Return the current phase of this worker's loop; None if it has no session."""
+    session = _session()
+    report: PhaseReport | None = session and session.phases.report(session.done - session.began_from)
+    return report
+
+
+def is_all_committed() -> bool:
+    """Return True if a checkpoint with all steps of this worker's session is committed, or if it has no session."""
+    session = _session()
+    return session is None or session.committed >= session.done
+
+
 def has_session() -> bool:
     """Return True if this worker's loop trains in a session."""
     return _session() is not None
@@ -140,9 +154,22 @@ def current_line() -> str:
     frame = _innermost_frame()
     if not frame:
         return "at the end of the loop"
-    stack = traceback.extract_stack(frame)
-    user_line = next((entry for entry in reversed(stack) if not re.search(_LIBRARIES, entry.filename)), stack[-1])
-    return f"at {user_line.filename}:{user_line.lineno} in {user_line.name}: {user_line.line}"
+    return _user_line(traceback.extract_stack(frame))
+
+
+def _user_line(stack: traceback.StackSummary) -> str:
+    entry = next((entry for entry in reversed(stack) if not re.search(_LIBRARIES, entry.filename)), stack[-1])
+    return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"
+
+
+def describe_stack(stack: traceback.StackSummary) -> tuple[bool, str]:
+    """Return True if the loop with this stack waits for Ray or other ranks, and its position and stack as text.
+
+    The text has the form of :func:`thread_stacks`.
+    """
+    lines = "".join(stack.format())
+    waits = bool(_WAITING_LINES.search(lines) or re.search(_WAITING_FILES, stack[-1].filename))
+    return waits, f"{'waits for other ranks' if waits else 'is'} {_user_line(stack)}\n{lines}"
 
 
 def thread_stacks() -> str:

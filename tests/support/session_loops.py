@@ -33,19 +33,29 @@ def _where() -> dict[str, Any]:
     context, born = ray.train.get_context(), time.time()
     node = ray.get_runtime_context().get_node_id()
     group = broadcast_from_rank_zero(f"{node} {os.getpid()}")
-    found = {"rank": context.get_world_rank(), "world": context.get_world_size(), "node": node, "group": group}
+    found = {
+        "pid": os.getpid(),
+        "rank": context.get_world_rank(),
+        "world": context.get_world_size(),
+        "node": node,
+        "group": group,
+    }
     given = {"address": os.environ.get("RAY_ADDRESS"), "runtime_env": dict(ray.get_runtime_context().runtime_env)}
     return found | given | {"born": born}
 
 
 def _disturb(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
-    """Be as slow as the test wants, and die where it wants, once."""
-    if "slow" in config and os.path.exists(config["slow"]):
-        time.sleep(config["sleep"])
+    """Die where the test wants, once."""
     mark = Path(f"{config.get('ledger')}.{step}")
     if [step, where["rank"]] in config.get("dies", []) and not mark.exists():
         mark.touch()
         os._exit(1)
+
+
+def _pause(config: dict[str, Any]) -> None:
+    """Be as slow as the test wants."""
+    if "slow" in config and os.path.exists(config["slow"]):
+        time.sleep(config["sleep"])
 
 
 def torch_loop(config: dict[str, Any]) -> None:
@@ -56,7 +66,8 @@ def torch_loop(config: dict[str, Any]) -> None:
     ``weights`` (file that rank 0 writes in the end); ``ledger`` (file); ``dies`` (pairs of step and rank that dies
     after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
     while which is there a step takes ``sleep`` seconds longer); ``guard`` (arguments of the guard; default: none);
-    ``bad`` (for some steps, the factor of rank 0's loss as text).
+    ``bad`` (for some steps, the factor of rank 0's loss as text); ``pauses`` (seconds for which the loop sleeps after
+    some steps).
     """
     import torch
     import torch.distributed as dist
@@ -104,8 +115,10 @@ def torch_loop(config: dict[str, Any]) -> None:
             if "ledger" in config:
                 write_ledger(config["ledger"], **where, step=session.done + 1, seen=seen)
             seen = []
+            _pause(config)
             session.step({"loss": loss})
             _disturb(config, where, session.done)
+            time.sleep(config.get("pauses", {}).get(str(session.done), 0.0))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if where["rank"] == 0:
         np.savez(config["weights"], **{name: value.numpy() for name, value in whole.items()})
@@ -150,6 +163,7 @@ def jax_loop(config: dict[str, Any]) -> None:
             state.weights, state.key, loss = jax.block_until_ready(take_step(state.weights, state.key, *batch))
             if "ledger" in config:
                 write_ledger(config["ledger"], **where, step=session.done + 1, seen=session.samples.tolist())
+            _pause(config)
             session.step({"loss": loss})
             _disturb(config, where, session.done)
     if where["rank"] == 0:

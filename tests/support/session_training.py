@@ -15,22 +15,28 @@ from tests.support.processes import FlowProcess, Start, read_ledger
 from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
 LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 800
+TWO = {"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 0.1}}
 
 
 class SessionTraining:
-    """A training with a session, slow until it is let go."""
+    """A training with a session, slow until it is let go.
+
+    ``arguments``: those of its flow process.
+    """
 
     def __init__(
         self,
         start: Start,
         folder: Path,
-        framework: str,
-        scaling: dict[str, Any],
+        framework: str = "torch",
+        scaling: dict[str, Any] = TWO,
         fsdp: bool = False,
         save_every: int = 15,
         recovery_points: int | str = "off",
         dies_within: dict[str, int] | None = None,
         shards: int = 0,
+        sleep: float = 0.2,
+        pauses: dict[str, float] | None = None,
         **more: Any,
     ) -> None:
         self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
@@ -40,9 +46,13 @@ class SessionTraining:
         self._has_shards = bool(shards)
         if shards:
             self._config |= {"shards": shards, "dropout": 0.1}
-        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": 0.2}
-        disturbed = files | {"recovery_points": recovery_points, "dies_within": dies_within or {}}
-        self.flow: FlowProcess = start(
+        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": sleep}
+        disturbed = files | {
+            "recovery_points": recovery_points,
+            "dies_within": dies_within or {},
+            "pauses": pauses or {},
+        }
+        self.arguments = dict[str, Any](
             loop=f"tests.support.session_loops:{self._loop.__name__}",
             framework=framework,
             torch_backend="gloo" if framework == "torch" else None,  # GPUs are pretended ones
@@ -51,6 +61,7 @@ class SessionTraining:
             failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
             **more,
         )
+        self.flow: FlowProcess = start(**self.arguments)
 
     def group(self, world: int = 2, dead: Iterable[int] = (), steps: int = 8) -> list[dict[str, Any]]:
         """Kill processes, and wait until another group of so many workers trains; return its newest lines by rank.

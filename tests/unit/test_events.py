@@ -26,7 +26,7 @@ VALUES = {
     dict[str, float]: {"GPU": 0.5},
     dict[str, Any]: {"loss": 0.5, "text": "x", "none": None},
     dict[str, Any] | None: {"curves": {}},
-    Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait"]: "ranks-wait",
+    Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait", "no-report"]: "ranks-wait",
 }
 EVENTS = [
     kind(**{name: VALUES[field.annotation] for name, field in kind.model_fields.items()}) for kind in ev.KINDS.values()

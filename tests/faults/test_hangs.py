@@ -1,0 +1,43 @@
+"""Loops that hang: they are found by what their own steps taught, and loops that are only slow are left alone."""
+
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prefect_elastic_train.core.events import LoopWarned, StallTimeoutLearned, WorkerFailed
+from tests.support.clusters import RayHead
+from tests.support.processes import Start
+from tests.support.reports import history
+from tests.support.session_training import SessionTraining
+
+
+def test_a_stopped_rank_is_found_in_seconds_with_its_stack_and_the_group_is_restarted(
+    start: Start, head: RayHead, tmp_path: Path
+) -> None:
+    training = SessionTraining(start, tmp_path, sleep=0.3, recovery_points=1, cluster=head.block)
+    two = training.group(2, steps=60)
+    psutil.Process(two[1]["pid"]).suspend()
+    stopped_at = time.time()
+    training.group(2)
+    assert training.end(attempts=1, worker_failures=1) == [2, 2]
+    [failure] = history(training.flow.run, WorkerFailed)
+    assert failure.at - stopped_at < 10
+    stopped, waiting = failure.causes
+    assert (stopped.ranks, waiting.ranks, waiting.is_consequence) == ([1], [0], True)
+    assert re.match(r"HungLoopError: no progress for .* rank is stopped \(SIGSTOP\) and is at \S+ in ", stopped.message)
+    assert ", in torch_loop" in stopped.traceback
+    assert ", in torch_loop" in waiting.traceback
+    [learned, *_] = history(training.flow.run, StallTimeoutLearned)
+    assert 0.3 <= learned.longest_step_seconds < learned.timeout_seconds < 8
+
+
+@pytest.mark.full
+def test_slow_evaluations_and_saves_and_first_batches_are_no_hangs(start: Start, head: RayHead, tmp_path: Path) -> None:
+    pauses = {"60": 18.0, "90": 18.0}
+    training = SessionTraining(start, tmp_path, sleep=0.05, pauses=pauses, cluster=head.block)
+    training.group(2, steps=100)
+    assert training.end(attempts=1, worker_failures=0) == [2]
+    assert history(training.flow.run, LoopWarned) == []
