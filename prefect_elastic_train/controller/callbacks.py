@@ -30,7 +30,7 @@ from prefect_elastic_train.worker.loop_inspection import collect_commit_report
 from prefect_elastic_train.worker.worker_callbacks import WorkerHooks
 
 from .controller_state import ControllerState
-from .failures import StragglerError, causes_of, is_of_node, permanent_reason
+from .failures import causes_of, is_of_node, permanent_reason
 from .worker_queries import query_workers
 
 logger = logging.getLogger(__name__)
@@ -140,14 +140,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             return
         state.group_failures += 1
         state.begin_startup()
-        if self._workers and not state.is_preempted:
-            state.strikes.add(
-                {
-                    self._workers[rank].metadata.node_id: cause.message
-                    for cause in causes_of({rank: error for rank, error in failures.items() if is_of_node(error)})
-                    for rank in cause.ranks
-                }
-            )
         event_type = ev.WorkersPreempted if state.is_preempted else ev.WorkerFailed
         state.publish(
             event_type(
@@ -159,6 +151,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 left=state.failures_left,
             )
         )
+        causes = causes_of({rank: error for rank, error in failures.items() if is_of_node(error)})
+        struck = {self._workers[rank].metadata.node_id: cause.message for cause in causes for rank in cause.ranks}
+        # On several nodes, the one that fails first makes the others fail.
+        if len(struck) == 1 and not state.is_preempted:
+            state.strikes.add(struck)
 
     @_suppress_errors
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -224,20 +221,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._state.loops.check(statuses)
         if self._state.loops.ignored:  # its training repeats earlier work
             self._state.budget.end_group()
-        self._replace_straggler()
-
-    def _replace_straggler(self) -> None:
-        """Raise WorkerGroupError if there is a straggler that another node can replace, and leave its node out then."""
-        state = self._state
-        strikes = state.settings.failures.node_strikes
-        for rank, found in state.loops.stragglers.found.items():
-            may_replace = state.settings.failures.on_straggler == "replace" and strikes
-            if may_replace and state.can_replace([worker.metadata.node_id for worker in self._workers], found.node_id):
-                message = (
-                    f"it takes {found.seconds:.3g} s for its own work of a step, others {found.usual_seconds:.3g} s"
-                )
-                state.strikes.add({found.node_id: message}, strikes - 1)  # the failure is the last one
-                raise WorkerGroupError(message, {rank: StragglerError(message)})
 
     @_suppress_errors
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:

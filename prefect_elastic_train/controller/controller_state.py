@@ -1,10 +1,9 @@
 """The state of a run's controller, which its policies, callbacks and worker groups share."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefect_elastic_train.core.events import Event, NodesLeftOut
+from prefect_elastic_train.core.events import Event
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs.commits import CommitLog
@@ -31,7 +30,6 @@ class ControllerSettings:
         requester_id: The id for reservations with Ray's coordinator; empty for none, on a cluster without other users.
         standby: ``"off"``, ``"auto"`` (as memory allows) or ``"on"``.
         recovery_memory_fraction: Largest share of a node's memory for recovery points.
-        strikes_store: Where the strikes against nodes are recorded.
     """
 
     receiver: ReceiverAddress
@@ -43,7 +41,6 @@ class ControllerSettings:
     requester_id: str
     standby: str
     recovery_memory_fraction: float
-    strikes_store: RunStore
 
 
 class ControllerState:
@@ -66,7 +63,6 @@ class ControllerState:
         failures_left: Failures that the budget allows after the last one, None for any number.
         skipped_steps: Steps whose batches sessions skip, since their guards have found a problem at them.
         assumed_nodes: Ids of the nodes from which the size of the next worker group was decided.
-        can_replace: Function that returns True if as many workers as on some nodes would fit without one of these.
         commit_count: Number of checkpoints committed by the current worker group.
         is_draining: True while a node of the worker group is about to be lost and the group still trains.
     """
@@ -76,7 +72,6 @@ class ControllerState:
     failures_left: int | None = None
     commit_count = 0
     is_draining = False
-    can_replace: Callable[[list[str], str], bool]
 
     def __init__(self, settings: ControllerSettings) -> None:
         failures = settings.failures
@@ -87,8 +82,7 @@ class ControllerState:
         self.commits.trained_seconds = self.budget.trained_seconds
         self.standbys = Standbys(settings.framework, settings.standby, self.publish)
         self.keepers = Keepers(settings.context.run_id, settings.recovery_memory_fraction)
-        window = failures.forgive_after_seconds
-        self.strikes = NodeStrikes(settings.strikes_store, settings.context.run_id, failures.node_strikes, window)
+        self.strikes = NodeStrikes(settings.store, settings.context.run_id, failures)
         self.left_out: dict[str, str] = {}
         self.begin_startup()
         self.failures: dict[int, Exception] = {}
@@ -99,12 +93,6 @@ class ControllerState:
     def publish(self, event: Event) -> None:
         """Send an event to the driver, with the current optimizer step of the training."""
         self.sender.put(event.model_copy(update={"step": self.loops.step}))
-
-    def leave_out(self, nodes: dict[str, str]) -> None:
-        """Set the nodes that the run avoids, with the reasons, and publish a change."""
-        if nodes.keys() != self.left_out.keys():
-            self.publish(NodesLeftOut(nodes=nodes))
-        self.left_out = nodes
 
     def begin_startup(self) -> None:
         """Begin to measure the phases from the end of a worker group to the training of the next one."""

@@ -35,10 +35,6 @@ class HungLoopError(Exception):
     is_consequence = False  # True if the rank waits for one that hangs
 
 
-class StragglerError(Exception):
-    """A rank is slower than the others, and another node can replace its node."""
-
-
 def failures_of(error: Exception) -> dict[int, Exception]:
     """Return the failures of ranks in an error of Ray Train; none for an error that is not of a worker group.
 
@@ -139,9 +135,8 @@ def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
 
 
 def is_of_node(failure: Exception) -> bool:
-    """Return True if a rank's failure is a strike against its node: its process died, it hangs, or it is slow."""
-    is_slow = isinstance(failure, HungLoopError | StragglerError) and not _is_consequence(failure)
-    return is_death(failure) or is_slow
+    """Return True if a rank's failure is a strike against its node: its process died, or it hangs."""
+    return is_death(failure) or (isinstance(failure, HungLoopError) and not failure.is_consequence)
 
 
 def _is_consequence(failure: Exception) -> bool:

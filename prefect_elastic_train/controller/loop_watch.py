@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ray.train import WorkerGroupError
 
@@ -82,13 +82,12 @@ class LoopWatch:
         self._began = time.monotonic()
         self._silent_since = math.inf  # until the first poll
         self._longest_silence = 0.0  # seconds between two reports
-        self._has_warned_of_silence = False
+        self._warnings: set[str] = set()  # problems of the worker group that were published
         self._reports = 0
         self.ignored = False
         self.step = 0
         self.has_stepped = False
         self._has_announced_end = False
-        self._has_warned_of_wait = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
         self._waiting_since: dict[int, float] = {}
 
@@ -131,9 +130,9 @@ class LoopWatch:
             if hasattr(status, "waited"):
                 self._waiting_since[rank] = now - status.waited
         waited = now - min(self._waiting_since.values(), default=now)
-        if waited > _WAIT_SECONDS and not self._has_warned_of_wait:
-            self._has_warned_of_wait = True
-            self._warn_of_wait()
+        if waited > _WAIT_SECONDS:
+            message = "ranks wait for others: {}. All must call ray.train.report() and collectives equally often"
+            self._warn("ranks-wait", message)
         self.stragglers.check(statuses)
         limit = self._settings.stall_timeout_seconds
         if limit == "auto":
@@ -195,22 +194,15 @@ class LoopWatch:
         """Warn once if a loop without a session has not reported for much longer than it did before."""
         limit = max(_SILENT_SECONDS, _SILENT_TIMES * self._longest_silence)
         has_session = any(getattr(status, "phase", None) for status in statuses)
-        if has_session or self._reports < _UNSAVED_REPORTS or now - self._silent_since <= limit:
-            return
-        if not self._has_warned_of_silence:
-            self._has_warned_of_silence = True
-            message = (
-                f"the loop has not reported for {limit:.0f} s, {_SILENT_TIMES:.0f} times as long as before: "
-                f"{self._positions()}. With a session, or with stall_timeout_seconds, a loop that hangs is restarted"
-            )
-            self._publish(LoopWarned(problem="no-report", message=message))
+        if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._silent_since > limit:
+            message = f"the loop has not reported for {limit:.0f} s, {_SILENT_TIMES:.0f} times as long as before: {{}}"
+            self._warn("no-report", message)
 
-    def _warn_of_wait(self) -> None:
-        message = (
-            f"ranks wait for others: {self._positions()}. All must call ray.train.report() and collectives equally "
-            "often"
-        )
-        self._publish(LoopWarned(problem="ranks-wait", message=message))
+    def _warn(self, problem: Literal["ranks-wait", "no-report"], message: str) -> None:
+        """Publish a problem once for each worker group, with the ranks' current lines for ``{}`` in its message."""
+        if problem not in self._warnings:
+            self._warnings.add(problem)
+            self._publish(LoopWarned(problem=problem, message=message.format(self._positions())))
 
     def _positions(self) -> str:
         """Return the current line of the loop in each rank, as text."""

@@ -1,60 +1,70 @@
 """Strikes against nodes, on which workers crash, hang or lag behind. After some, the run leaves the node out."""
 
+import copy
 import json
-import logging
 import time
 from contextlib import suppress
 
+from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.runs.layout import STATE_FOLDER
 from prefect_elastic_train.storage.store import RunStore
 
-logger = logging.getLogger(__name__)
-
 _FOLDER = f"{STATE_FOLDER}/strikes"
 _STORAGE_SECONDS = 5.0  # for which reads and writes are repeated
-_MAX_STRIKES = 100
+#: A node is left out for so many times ``forgive_after_seconds``, so that its failures no longer count when it returns.
+_TIMES = 2.0
+_MAX_READ = 100  # newest objects
 
 
 class NodeStrikes:
     """The strikes against the nodes of a cluster, which are recorded in a storage.
 
     Args:
-        store: The run directory, or the folder of a storage whose trainings share the strikes.
-        run_id: Id of the run, which writes an object of its own.
-        limit: Number of strikes after which a node is left out; 0: none is.
-        window_seconds: Seconds after which a strike no longer counts; 0: it always counts.
+        store: The run directory. Runs that share their strikes record them beside it.
+        run_id: Id of the run.
+        settings: ``node_strikes``, ``shared_strikes`` and ``forgive_after_seconds`` apply here.
     """
 
-    def __init__(self, store: RunStore, run_id: str, limit: int, window_seconds: float) -> None:
-        self._store = store.with_retry_limit(_STORAGE_SECONDS)
-        self._own_name = f"{run_id}.json"
-        self._limit = limit
-        self._window_seconds = window_seconds or float("inf")
-        self._strikes: dict[str, list[tuple[str, float, str]]] = {}  # node, time and reason, by object
-        self._read()
+    def __init__(self, store: RunStore, run_id: str, settings: FailureSettings) -> None:
+        self._store = copy.copy(store.with_retry_limit(_STORAGE_SECONDS))
+        if settings.shared_strikes:
+            self._store.path = store.path.rpartition("/")[0]
+        self._run_id = run_id
+        self._limit = settings.node_strikes
+        self._seconds = _TIMES * settings.forgive_after_seconds or float("inf")
+        #: Time, node and reason of each strike, by object.
+        self._strikes: dict[str, list[tuple[float, str, str]]] = {}
+        with suppress(OSError):
+            self._read()
 
     def add(self, nodes: dict[str, str], count: int = 1) -> None:
         """Record strikes against each of some nodes, with the reason."""
-        self._read()
-        own = [*self._strikes.get(self._own_name, []), *[(node, time.time(), nodes[node]) for node in nodes] * count]
-        self._strikes[self._own_name] = own[-_MAX_STRIKES:]
-        try:
-            self._store.replace(f"{_FOLDER}/{self._own_name}", json.dumps(self._strikes[self._own_name]).encode())
-        except OSError as error:
-            logger.warning("Cannot record the strikes against nodes: %s", error)
+        now = time.time()
+        name = f"{now:017.6f}-{self._run_id}.json"
+        self._strikes[name] = [(now, node, nodes[node]) for node in nodes] * count
+        with suppress(OSError):  # the next driver does not know them then
+            self._store.replace(f"{_FOLDER}/{name}", json.dumps(self._strikes[name]).encode())
+            self._read()
 
     def struck_nodes(self) -> dict[str, str]:
-        """Return the ids of the nodes with enough strikes that count, and their reasons as text."""
-        if not self._limit:
-            return {}
-        reasons: dict[str, list[str]] = {}
-        for strikes in self._strikes.values():
-            for node, at, reason in strikes:
-                if time.time() - at < self._window_seconds:
-                    reasons.setdefault(node, []).append(reason)
-        return {node: "; ".join(reasons[node]) for node in reasons if len(reasons[node]) >= self._limit}
+        """Return the ids of the nodes that have too many strikes, and the reasons as text.
+
+        A strike counts as long as later ones do.
+        """
+        struck = {}
+        strikes = sorted(strike for strikes in self._strikes.values() for strike in strikes)
+        for node in {node for _, node, _ in strikes} if self._limit else ():
+            of_node = [(at, reason) for at, other, reason in strikes if other == node]
+            newest = of_node[-1][0]
+            reasons = [reason for at, reason in of_node if newest - at < self._seconds]
+            if len(reasons) >= self._limit and time.time() - newest < self._seconds:
+                struck[node] = "; ".join(dict.fromkeys(reasons))
+        return struck
 
     def _read(self) -> None:
-        with suppress(OSError, ValueError):  # a node that is not left out costs another failure
-            for name in self._store.names(_FOLDER):
-                self._strikes[name] = json.loads(self._store.read(f"{_FOLDER}/{name}") or b"[]")
+        """Read the objects that are not known yet, which other runs or attempts have written."""
+        for name in self._store.names(_FOLDER)[-_MAX_READ:]:
+            if name not in self._strikes:
+                with suppress(ValueError, TypeError):  # it is damaged
+                    content = json.loads(self._store.read(f"{_FOLDER}/{name}") or b"[]")
+                    self._strikes[name] = [(float(at), str(node), str(reason)) for at, node, reason in content]

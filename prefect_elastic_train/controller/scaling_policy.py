@@ -9,7 +9,7 @@ checkpoint.
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.controller.state import SchedulingState
 
-from prefect_elastic_train.core.events import WaitingForCapacity
+from prefect_elastic_train.core.events import NodesLeftOut, WaitingForCapacity
 from prefect_elastic_train.loop.restart_notice import set_announced_growth
 from prefect_elastic_train.storage.store import RunStore
 
@@ -37,6 +37,7 @@ _RESERVED_SECONDS = 60
 #: A wait for capacity is published once it lasts this long, since the resources of a lost group are free sooner.
 _PUBLISH_WAIT_AFTER_SECONDS = 2.0
 _PUBLISH_WAIT_EVERY_SECONDS = 10.0
+_SETTLED_SECONDS = 5.0  # of a wait, after which the resources of the previous worker group are seen as free
 _LONG_WAIT_SECONDS = 60.0  # after which standby workers are terminated
 #: Seconds before the deadline of a drain at which the workers are notified, if no other group could start.
 _SAVE_SECONDS = 60.0
@@ -83,7 +84,7 @@ def delayed_preemption_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
 
 @dataclass
 class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
-    """Ray Train's resize decision for a growth of a healthy worker group.
+    """Ray Train's resize decision for a growth of a healthy worker group, or to replace the node of a straggler.
 
     Attributes:
         reason: ``"commit"``, ``"memory"`` or ``"patience"``: the reason to carry out the growth now.
@@ -113,7 +114,6 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         reduced = {name: amount - (_EPSILON if amount % 1 else 0) for name, amount in requested.items()}
         super().__init__(replace(scaling_config, resources_per_worker=reduced or None))
         self._state = state
-        state.can_replace = self._can_replace
         self._requester_id = state.settings.requester_id
         self._settings = state.settings.scaling
         self._demand = demand_of(scaling_config)
@@ -208,10 +208,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not is_due or not all(status.running for status in statuses):
             return rays.NoopDecision()
         self._next_check = now + self._settings.resize_check_interval_seconds
-        _, stable = self._capacity(now, Counter(worker.metadata.node_id for worker in workers))
+        held_on = Counter(worker.metadata.node_id for worker in workers)
+        _, stable = self._capacity(now, held_on)
         self._commit_count = state.commit_count
         possible = min(stable, self._start.limit(now))
         target = possible if possible > len(workers) else 0
+        slow = state.loops.stragglers.slow_nodes() if state.settings.failures.on_straggler == "replace" else {}
+        if slow and not target and self._capacity(now, held_on, slow)[1] >= len(workers):
+            target = len(workers)
         if bool(target) != bool(self._growth_planned_at):
             self._growth_planned_at = now if target else 0.0
             self._growths += target > 0
@@ -224,6 +228,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
         reason = "memory" if held else "patience"
+        if target == len(workers):
+            state.strikes.add(slow, state.settings.failures.node_strikes)
         return GrowthDecision(target, self._demand.resources, "commit" if committed else reason, waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
@@ -249,14 +255,16 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 f"Missing: {missing}. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
 
-    def _capacity(self, now: float, held: Mapping[str, int]) -> tuple[int, int]:
+    def _capacity(self, now: float, held: Mapping[str, int], without: Container[str] = ()) -> tuple[int, int]:
         """Return the number of workers of the run that fit on the nodes of the cluster now, and on its stable nodes.
 
-        Resources that other users hold count as taken, and resources that workers of the run hold count as free.
+        Resources that other users hold count as taken, and resources that workers of the run hold count as free. Nodes
+        with too many strikes are left out, unless fewer than ``min_workers`` fit on the others.
 
         Args:
             now: Time of the monotonic clock.
             held: Number of workers of the run on each node.
+            without: Ids of further nodes that are left out of the second number.
         """
         most = self._state.loops.most_workers
         if most < self._demand.max_workers:
@@ -270,24 +278,24 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         # The coordinator divides the resources of the cluster between trainings.
         requester_id = self._requester_id
         reserved = reserved_resources(self._autoscaling_coordinator, requester_id) if requester_id else None
-        nodes = self._choose_nodes(demand, reserved)
+        nodes = self._usable_nodes(now, demand, reserved)
         self._state.assumed_nodes = {node.id for node in nodes}
-        stable_nodes = self._stability.observe(now, nodes)
+        stable_nodes = [node for node in self._stability.observe(now, nodes) if node.id not in without]
         possible = sizing.possible_workers(nodes, demand, reserved)
         return possible, sizing.possible_workers(stable_nodes, demand, reserved)
 
-    def _choose_nodes(self, demand: sizing.Demand, reserved: Any) -> list[sizing.Node]:
-        """Return the nodes of the cluster without those that have too many strikes, unless too few workers fit then."""
+    def _usable_nodes(self, now: float, demand: sizing.Demand, reserved: Any) -> list[sizing.Node]:
+        """Return the nodes of the cluster without those that have too many strikes, if enough workers fit then."""
         struck = self._state.strikes.struck_nodes()
         nodes = cluster_nodes()
         good = [node for node in nodes if node.id not in struck]
-        if sizing.possible_workers(good, demand, reserved) < demand.min_workers:
+        room = good
+        if self._start.waited_seconds(now) < _SETTLED_SECONDS:  # the group that has just ended may still hold some
+            room = [replace(node, available=node.total) for node in good]
+        if sizing.possible_workers(room, demand, reserved) < demand.min_workers:
             good = nodes
-        self._state.leave_out({node.id: struck[node.id] for node in nodes if node not in good})
+        left_out = {node.id: struck[node.id] for node in nodes if node not in good}
+        if left_out.keys() != self._state.left_out.keys():
+            self._state.publish(NodesLeftOut(nodes=left_out))
+        self._state.left_out = left_out
         return good
-
-    def _can_replace(self, of_workers: list[str], node_id: str) -> bool:
-        struck = {*self._state.strikes.struck_nodes(), node_id}
-        others = [node for node in cluster_nodes() if node.id not in struck]
-        demand = replace(self._demand, held=Counter(of_workers))
-        return sizing.possible_workers(others, demand) >= len(of_workers)

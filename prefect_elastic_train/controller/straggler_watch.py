@@ -1,6 +1,5 @@
 """Finds stragglers: ranks that take longer than the others for their own work of a step, for which all others wait."""
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,13 +13,10 @@ _INTERVAL_SECONDS = 1.0  # between two windows that are compared: those of fast 
 
 
 class StragglerWatch:
-    """Finds the stragglers of worker groups, in the controller, by the median times of windows of steps.
+    """Finds the stragglers of worker groups, in the controller, by the times that ranks measure in windows of steps.
 
     Args:
         publish: Function that publishes an event.
-
-    Attributes:
-        found: The stragglers of the current worker group, by rank.
     """
 
     def __init__(self, publish: Callable[[Event], None]) -> None:
@@ -30,9 +26,14 @@ class StragglerWatch:
         """Begin to watch a new worker group."""
         self._workers = workers
         self._slow: Counter[int] = Counter()  # windows in a row, by rank
+        self._published: set[int] = set()
         self._compared_step = 0
         self._next_at = 0.0
-        self.found: dict[int, StragglerFound] = {}
+
+    def slow_nodes(self) -> dict[str, str]:
+        """Return the ids of the nodes on which ranks are stragglers now, with the reason."""
+        slow = [rank for rank, count in self._slow.items() if count >= _WINDOWS]
+        return {self._workers[rank].metadata.node_id: "slow" for rank in slow}
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Compare the ranks by the newest window that all of them have sent, and publish a new straggler."""
@@ -40,17 +41,26 @@ class StragglerWatch:
         now = time.monotonic()
         if not 1 < len(phases) == len(statuses) or now < self._next_at:
             return
-        windows = [dict(phase.own_times) for phase in phases]
+        windows = [{window.step: window for window in phase.windows} for phase in phases]
         step = max(set.intersection(*map(set, windows)), default=0)
         if step <= self._compared_step:
             return
         self._compared_step = step
         self._next_at = now + _INTERVAL_SECONDS
-        times = [window[step] for window in windows]
-        usual = statistics.median_low(times)
-        self._slow = Counter({rank: self._slow[rank] + 1 for rank, time in enumerate(times) if time > _FACTOR * usual})
-        for rank, count in self._slow.items():
-            if count >= _WINDOWS and rank not in self.found:
-                node_id = self._workers[rank].metadata.node_id
-                self.found[rank] = StragglerFound(rank=rank, node_id=node_id, seconds=times[rank], usual_seconds=usual)
-                self._publish(self.found[rank])
+        own = [of_rank[step] for of_rank in windows]
+        usual = sorted(own, key=lambda window: window.seconds)[(len(own) - 1) // 2]
+        slow = Counter[int]()
+        for rank, window in enumerate(own):
+            limit = max(_FACTOR * usual.seconds, usual.seconds + usual.spread + window.spread)
+            if window.seconds > limit:
+                slow[rank] = self._slow[rank] + 1
+            if slow[rank] >= _WINDOWS and rank not in self._published:
+                self._published.add(rank)
+                found = StragglerFound(
+                    rank=rank,
+                    node_id=self._workers[rank].metadata.node_id,
+                    seconds=window.seconds,
+                    usual_seconds=usual.seconds,
+                )
+                self._publish(found)
+        self._slow = slow

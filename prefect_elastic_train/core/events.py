@@ -150,10 +150,9 @@ class SavesPlanned(Event):
 
 
 class StallTimeoutLearned(Event):
-    """The time limit of a step changed: a rank whose step takes longer is observed, and restarted if it hangs."""
+    """The time limit of a step changed; ``limit`` has it and its reason as text. See ``stall_timeout_seconds``."""
 
-    timeout_seconds: float
-    longest_step_seconds: float
+    limit: str
 
 
 class StandbysParked(Event):

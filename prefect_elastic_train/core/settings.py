@@ -190,9 +190,9 @@ class FailureSettings(SettingsModel):
     stall_timeout_seconds: NonNegativeFloat | Literal["auto"] = "auto"
     """A worker group without a report for this long has failed. "auto": learned from a session's steps. 0: off."""
     on_straggler: Literal["warn", "replace"] = "warn"
-    """What happens to a rank slower than the others: "replace" restarts without its node if there is a spare one."""
-    node_strikes: int = Field(3, ge=0)
-    """Crashes and hangs of workers on a node, within forgive_after_seconds, after which the run avoids it. 0: off."""
+    """What happens if a rank is slower than the others: "replace" moves to a spare node at the next checkpoint."""
+    node_strikes: int = Field(3, ge=0, le=20)
+    """Crashes and hangs of workers on a node after which the run avoids it, also for on_straggler. 0: off."""
     shared_strikes: bool = False
     """Avoid nodes also because of the strikes of other trainings in the same storage that share theirs."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"

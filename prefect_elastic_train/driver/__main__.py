@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
 
         ``fit()`` does not react while Ray Train waits for a placement group.
         """
-        while not count_signals(signal.SIGINT) and count_signals(signal.SIGTERM) <= attempt.saves_first:
+        while not count_signals(signal.SIGINT) and (attempt.saves_first or not count_signals()):
             time.sleep(0.1)
         time.sleep(FIT_EXIT_SECONDS)
         end(final_event_of_signal(spec, spec_file), stuck=True)

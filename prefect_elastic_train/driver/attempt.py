@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from prefect_elastic_train.core.events import (
     ClusterWanted,
     Event,
     FirstStep,
+    GroupFailed,
+    WorkerGroupResized,
     WorkerGroupStarted,
 )
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
@@ -50,6 +53,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: Time for which the run is read again and again before the preflight, from a storage that does not answer.
 _FIRST_READ_SECONDS = 15.0
+#: Time within which two SIGTERM count as one.
+_SAME_SIGNAL_SECONDS = 3.0
 
 
 class Attempt:
@@ -69,6 +74,7 @@ class Attempt:
     """
 
     saves_first = False
+    _terminated_at = 0.0  # time of the first SIGTERM that lets a session save
 
     def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, started_at: float = 0.0) -> None:
         owner = spec.request.owner.model_copy(update=this_process())
@@ -106,25 +112,30 @@ class Attempt:
         """Record an event of the controller, and whether the loop has saved all that it has done."""
         self.recorder.emit(event)
         match event:
-            case WorkerGroupStarted():
+            case WorkerGroupStarted() | GroupFailed() | WorkerGroupResized():
                 self.saves_first = False
                 self._is_saved.set()
             case FirstStep():
                 self.saves_first = self.spec.termination_grace_seconds > 0 and not self.spec.cluster.is_submitted
-            case CheckpointCommitted() if event.metrics.get("step", 0) >= event.step:
+            case CheckpointCommitted() if self.saves_first and event.metrics["step"] >= event.step:
                 self._is_saved.set()
 
     def _handle_termination(self, number: int, frame: Any) -> None:
-        """Handle SIGTERM: request a save, and end the attempt after it. A second SIGTERM ends it at once."""
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if not self.saves_first:
-            raise KeyboardInterrupt
-        start_thread(self._save_and_end)
+        """Handle SIGTERM: request a save, and end the attempt after it. A later SIGTERM ends it at once.
+
+        It is ignored for a moment: systemd sends SIGTERM to this process and to the flow process, which passes it on.
+        """
+        now = time.monotonic()
+        if self.saves_first and not self._terminated_at:
+            self._terminated_at = now
+            start_thread(self._save_and_end)
+        elif now - self._terminated_at > _SAME_SIGNAL_SECONDS:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _save_and_end(self) -> None:
         self._is_saved.clear()
-        self._receiver.request_save()
-        self._is_saved.wait(self.spec.termination_grace_seconds)
+        if self._receiver.request_save():
+            self._is_saved.wait(self.spec.termination_grace_seconds)
         os.kill(os.getpid(), signal.SIGINT)
 
     def begin(self) -> Begun | EndedRecord:
@@ -315,9 +326,8 @@ class Attempt:
         self.recorder.set_activity("making the datasets")
         datasets = make_datasets(payload)
         self.recorder.set_activity("")
-        strikes = self._storage.folder(spec.storage.root) if spec.failures.shared_strikes else self.store
         try:
-            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.address, strikes)
+            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.address)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)

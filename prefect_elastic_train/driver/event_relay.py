@@ -57,11 +57,13 @@ class EventReceiver:
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def request_save(self) -> None:
-        """Let the controller request a save from the session."""
+    def request_save(self) -> bool:
+        """Let the controller request a save from the session. Return False if there is no controller."""
+        sent = 0
         for connection in self._connections:
             with suppress(OSError):  # an earlier one, which is closed
-                connection.sendall(b".")
+                sent += connection.send(b".")
+        return sent > 0
 
     def close(self) -> None:
         """Stop listening for connections from the controller."""

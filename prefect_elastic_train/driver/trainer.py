@@ -96,7 +96,6 @@ def make_trainer(
     store: RunStore,
     context: RunContext,
     receiver: ReceiverAddress,
-    strikes_store: RunStore,
 ) -> DataParallelTrainer:
     """Return Ray Train's trainer for the framework of a run. Its ``fit()`` starts this package's controller."""
     framework = spec.request.framework
@@ -135,6 +134,5 @@ def make_trainer(
         requester_id="" if spec.is_alone else requester_id(store),
         standby=standby_mode,
         recovery_memory_fraction=spec.checkpoints.recovery_memory_fraction,
-        strikes_store=strikes_store,
     )
     return trainer

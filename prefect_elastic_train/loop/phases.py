@@ -12,6 +12,20 @@ WINDOW = 12  # steps
 _WINDOWS = 8  # that are kept
 
 
+class Window(NamedTuple):
+    """The time of a rank's own work in `WINDOW` steps: from a batch to its gradients, without waits for other ranks.
+
+    Attributes:
+        step: The last step.
+        seconds: Median of the time for a step.
+        spread: Median of the absolute deviations from it, in seconds.
+    """
+
+    step: int
+    seconds: float
+    spread: float
+
+
 class PhaseReport(NamedTuple):
     """The current phase of a loop, and the durations of its phases so far.
 
@@ -21,8 +35,7 @@ class PhaseReport(NamedTuple):
         steps: Optimizer steps that this worker's session has done.
         longest: Longest duration of each phase that has ended, in seconds.
         thread_id: The loop's thread, by the id that the kernel has for it.
-        own_times: Of the newest windows of `WINDOW` steps, the last step and the median of the seconds that this rank's
-            own work took in a step: from the batch to the last gradient, without waits for other ranks.
+        windows: The newest windows, in which this rank has measured its own work.
     """
 
     name: str
@@ -30,7 +43,7 @@ class PhaseReport(NamedTuple):
     steps: int
     longest: dict[str, float]
     thread_id: int
-    own_times: Sequence[tuple[int, float]] = ()
+    windows: Sequence[Window] = ()
 
 
 class Phases:
@@ -49,8 +62,8 @@ class Phases:
         self._thread_id = threading.get_native_id()
         self._work: list[list[Any]] = []  # begin and end of the rank's own work on each batch of the step
         self._work_before: list[list[Any]] = []  # the same of the step before
-        self._window: list[float] = []
-        self._own_times: deque[tuple[int, float]] = deque(maxlen=_WINDOWS)
+        self._times: list[float] = []  # of the steps of the current window
+        self._windows: deque[Window] = deque(maxlen=_WINDOWS)
 
     def begin_work(self) -> None:
         """Record that the loop begins to work on a batch."""
@@ -66,12 +79,15 @@ class Phases:
         """Record the end of a step."""
         with suppress(RuntimeError):  # a GPU is more than a step behind
             if seconds := sum(end - begin for begin, end in self._work_before):
-                self._window.append(seconds)
+                self._times.append(seconds)
         self._work_before = self._work
         self._work = []
-        if len(self._window) == WINDOW:
-            self._own_times.append((step, statistics.median(self._window)))
-            self._window = []
+        if step % WINDOW == 0:  # the same on all ranks
+            if len(self._times) > WINDOW // 2:
+                usual = statistics.median(self._times)
+                spread = statistics.median(abs(seconds - usual) for seconds in self._times)
+                self._windows.append(Window(step, usual, spread))
+            self._times = []
 
     def begin(self, name: str) -> str:
         """End the current phase, and begin another one. Return the name of the one that ended."""
@@ -87,4 +103,4 @@ class Phases:
         if not self.name:
             return None
         seconds = time.monotonic() - self._began
-        return PhaseReport(self.name, seconds, steps, dict(self._longest), self._thread_id, [*self._own_times])
+        return PhaseReport(self.name, seconds, steps, dict(self._longest), self._thread_id, [*self._windows])

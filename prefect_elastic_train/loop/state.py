@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -70,13 +69,6 @@ class State(Protocol):
         A session with a guard calls it after each step.
         """
         return True
-
-    def watch_gradients(self, on_gradients: Callable[[], None]) -> Callable[[], Any]:
-        """Call a function when the gradients of a backward pass are there, and return the clock for its duration.
-
-        Default: do not call it, so that stragglers are not found.
-        """
-        return time.monotonic
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> Any:
         """Create the ``ShardGradients`` of the modules. The session calls it on all ranks. Default: raise TypeError."""

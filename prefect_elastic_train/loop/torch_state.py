@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from .recovery_points import ByteArray, RankState, RecoveryPointError, threads
@@ -131,12 +132,13 @@ class TorchState(State):
     def watch_gradients(self, on_gradients: Callable[[], None]) -> Callable[[], Any]:
         """Call a function when the first parameter, whose gradient usually is the last, has its gradient.
 
-        DDP exchanges that gradient after the call. With FSDP2, the function is not called.
+        DDP exchanges that gradient after the call. The function is called only for a single module without buffers in
+        DDP: otherwise, ranks wait for each other before that.
         """
-        parameters = (parameter for module in self._modules.values() for parameter in module.parameters())
-        first = next((parameter for parameter in parameters if parameter.requires_grad), None)
-        if first is None:
+        [module, *others] = self._modules.values() or [None]
+        if others or not isinstance(module, DistributedDataParallel) or any(True for _ in module.buffers()):
             return time.monotonic
+        first = next(parameter for parameter in module.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: on_gradients())
         return _DeviceTime if first.is_cuda else time.monotonic
 

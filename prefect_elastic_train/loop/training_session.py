@@ -232,6 +232,7 @@ class Session(AbstractContextManager["Session"]):
             self._restore_point(states)
         elif checkpoint:
             self._restore(checkpoint)
+            self.committed = self.done
         self.began_from = self.done
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
@@ -242,7 +243,8 @@ class Session(AbstractContextManager["Session"]):
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
         state.prepare()
-        self.phases.clock = state.watch_gradients(self.phases.end_work)
+        if hasattr(state, "watch_gradients") and not shards and self._global_batch % self._share[1] == 0:  # equal work
+            self.phases.clock = state.watch_gradients(self.phases.end_work)
         self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
         if self._gradients:
             self._record_environment(self._gradients)
@@ -370,6 +372,7 @@ class Session(AbstractContextManager["Session"]):
                 self._in_batches = False
             self._close_step()
             self.phases.begin("loading")
+        self.phases.begin("evaluation")
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
         """Yield this rank's share of a whole dataset once, in its order, for an evaluation.
@@ -394,7 +397,8 @@ class Session(AbstractContextManager["Session"]):
                 yield samples
         finally:
             self.weight, self.samples = of_training
-            self.phases.begin(interrupted)
+            if self.phases.name == "evaluation":
+                self.phases.begin(interrupted)
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of the current batch. Without ``shards``, it is ``loss.backward()``.

@@ -133,6 +133,8 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
             yield "preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", payload
         case ev.LoopWarned():
             yield event.problem, {"message": event.message, "checkpoint": loop_name(event.checkpoint)}
+        case ev.StragglerFound() | ev.NodesLeftOut():
+            yield event.kind.replace("_", "-"), event.model_dump(exclude=_COMMON_FIELDS)
         case ev.WaitingForCapacity() if report.is_new_wait:
             yield "waiting-for-capacity", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.StorageWaited() if event.seconds >= MIN_REPORTED_WAIT_SECONDS:

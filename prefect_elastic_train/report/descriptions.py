@@ -72,15 +72,18 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
         case ev.StallTimeoutLearned():
-            return Description(describe_stall_timeout(event))
+            return Description(f"the time limit of a step is {event.limit}")
         case ev.StandbysParked():
             memory = f", {event.size_bytes / 2**20:.0f} MiB each" if event.parked else ""
             lacking = "; there is no memory for more" if event.parked < event.wanted else ""
             return Description(f"{event.parked} of {event.wanted} standby workers are ready{memory}{lacking}")
         case ev.WorkerGroupResized():
             awaited = {"patience": "a checkpoint, which was not committed in time", "memory": "a recovery point"}
+            change = f"is resized from {event.old_size} to {event.new_size} workers"
+            if event.old_size == event.new_size:
+                change = "moves from the node of a straggler"
             return Description(
-                f"the worker group is resized from {event.old_size} to {event.new_size} workers",
+                f"the worker group {change}",
                 reason=f"waited {event.waited_seconds:.0f} s for {awaited.get(event.reason, 'a checkpoint')}",
                 reaction=f"reports that are done again: {event.reports_lost}" if event.reports_lost else "",
             )
@@ -109,12 +112,6 @@ def describe_wait(event: ev.WaitingForCapacity) -> Description:
         f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more resources'}",
         is_warning=True,
     )
-
-
-def describe_stall_timeout(event: ev.StallTimeoutLearned) -> str:
-    """Return the time limit of a step and its reason as text."""
-    longest = event.longest_step_seconds
-    return f"the time limit of a step is {event.timeout_seconds:.1f} s; the longest so far took {longest:.2g} s"
 
 
 def _describe_failure(event: ev.GroupFailed, checkpoint: str, locations: Mapping[int, str] | None) -> Description:

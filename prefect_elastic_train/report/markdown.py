@@ -37,7 +37,7 @@ def render(report: RunReport, now: float, picture: str = "") -> str:
         _time(report.tally.account(now)),
         "### Checkpoints",
         f"The loop saves {escape(report.saves)}." if report.saves else "",
-        f"{report.stall_timeout.capitalize()}." if report.stall_timeout else "",
+        f"The time limit of a step is {report.stall_timeout}." if report.stall_timeout else "",
         _checkpoints(report),
         "### Where",
         _locations(report),

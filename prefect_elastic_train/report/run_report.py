@@ -20,7 +20,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.scores import score_of
 
 from .accounts import Tally
-from .descriptions import describe, describe_stall_timeout, describe_wait
+from .descriptions import describe, describe_wait
 
 #: Limits of the report's size.
 _MAX_CURVES = 8
@@ -200,7 +200,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             case ev.SavesPlanned():
                 self.saves = event.plan[:_MAX_TEXT]
             case ev.StallTimeoutLearned():
-                self.stall_timeout = describe_stall_timeout(event)
+                self.stall_timeout = event.limit
             case ev.LoopWarned() | ev.NodesLeftOut() | ev.StragglerFound():
                 self._describe(event, "loop")
             case ev.StorageWaited():

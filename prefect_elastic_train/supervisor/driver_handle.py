@@ -92,7 +92,7 @@ class DriverHandle:
             self._attempt = event.attempt
         elif isinstance(event, ev.ControllerAlive):
             self._activity = event.doing
-        elif isinstance(event, ev.WorkerGroupStarted | ev.FirstStep):
+        elif isinstance(event, ev.WorkerGroupStarted | ev.GroupFailed | ev.WorkerGroupResized | ev.FirstStep):
             self._has_session = isinstance(event, ev.FirstStep)
         elif isinstance(event, ev.AttemptEnded):
             self._final_event = event
@@ -189,8 +189,7 @@ class ChildDriver(DriverHandle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._is_interrupted = False
-        self._is_terminated = False  # SIGTERM was sent to the driver
+        self._sent: set[signal.Signals] = set()  # signals to the driver
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
         self._open_streams = 2
 
@@ -232,19 +231,13 @@ class ChildDriver(DriverHandle):
         """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped."""
         outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
         self._spec_file.with_name(STOP_FILE).write_text(outcome.value)
-        if (
-            self._has_session
-            and not self._is_interrupted
-            and not self._is_terminated
-            and self.follower.saves_first(reason)
-        ):
+        if self._has_session and not self._sent and self.follower.saves_first(reason):
             self._await_save()
 
     def _await_save(self) -> None:
         """Let the driver's session save, and wait until the driver exits after it, or for another signal."""
-        self._is_terminated = True  # before the signal: a second one may raise here
         signals = count_signals()
-        os.kill(self._process.pid, signal.SIGTERM)
+        self._send(signal.SIGTERM)
         deadline = time.monotonic() + self.settings.termination_grace_seconds
         while self._open_streams and time.monotonic() < deadline and count_signals() == signals:
             for source, line in self.read_output():
@@ -287,10 +280,13 @@ class ChildDriver(DriverHandle):
         return self.final_event(Outcome.CLUSTER_LOST, f"the local Ray cluster has died: {reason}")
 
     def _stop(self) -> None:
-        if not self._is_interrupted:
-            self._is_interrupted = True  # before the signal: the driver's answer may raise here
-            os.kill(self._process.pid, signal.SIGINT)
+        if signal.SIGINT not in self._sent:
+            self._send(signal.SIGINT)
         self._wait(self.settings.stop_grace_seconds)
+
+    def _send(self, number: signal.Signals) -> None:
+        self._sent.add(number)  # before the signal: another one may raise here
+        self._process.send_signal(number)
 
     def _wait(self, seconds: float) -> int:
         for timeout in (seconds, _REAP_SECONDS):

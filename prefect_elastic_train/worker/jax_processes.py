@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
@@ -29,8 +31,11 @@ def join(platform: str, address: str, size: int, rank: int) -> None:
     if size > 1:
         import jax
 
+        handler = signal.getsignal(signal.SIGTERM)
         # Ray sets rank and devices. The variables of Slurm or MPI, if any, describe other processes.
         jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # JAX has installed its own
 
 
 def is_joined() -> bool:

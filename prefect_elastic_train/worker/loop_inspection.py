@@ -168,7 +168,7 @@ def describe_stack(stack: traceback.StackSummary) -> tuple[bool, str]:
     The text has the form of :func:`thread_stacks`.
     """
     lines = "".join(stack.format())
-    waits = bool(_WAITING_LINES.search(lines) or re.search(_WAITING_FILES, stack[-1].filename))
+    waits = bool(_WAITING_LINES.search(lines) or re.search(f"{_WAITING_FILES}|-packages/jax", stack[-1].filename))
     return waits, f"{'waits for other ranks' if waits else 'is'} {_user_line(stack)}\n{lines}"
 
 

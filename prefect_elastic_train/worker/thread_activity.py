@@ -17,23 +17,24 @@ import psutil
 from .loop_inspection import describe_stack
 
 _SECONDS = 1.5  # for which threads are observed
-_DUMP_SECONDS = 5.0  # timeout of py-spy
+_BUSY = 0.1  # share of a processor that a process uses if it computes
+_DUMP_SECONDS = 2.0  # timeout of py-spy
 
 
 class ThreadActivity(NamedTuple):
     """The activity of a loop's thread while it was observed.
 
     Attributes:
+        runs: The kernel's record of the thread's runs, at the end.
         is_stopped: True if the process is stopped, as by SIGSTOP.
-        has_run: True if the kernel has run the thread. False: it waited all the time.
-        is_busy: True if any thread of the process has used the CPU.
+        is_still: True if the kernel has not run the thread, and the process and its children have not used the CPU.
         waits: True if the stack shows that the loop waits for other ranks or for Ray, or if it cannot be read.
         stack: The stack as text, as of :func:`.loop_inspection.thread_stacks`; empty if py-spy may not read it.
     """
 
+    runs: str
     is_stopped: bool
-    has_run: bool
-    is_busy: bool
+    is_still: bool
     waits: bool
     stack: str
 
@@ -47,38 +48,32 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
     Returns:
         The activity by rank. A rank whose process has exited is missing.
     """
-    stacks = {rank: _read_stack(*thread) for rank, thread in threads.items()}
     before = {rank: _read_use(*thread) for rank, thread in threads.items()}
     time.sleep(_SECONDS)
     activities = {}
     for rank, thread in threads.items():
-        use_before = before[rank]
-        use = _read_use(*thread)
-        if use and use_before:
-            is_busy = use.seconds - use_before.seconds > 0.2 * _SECONDS
-            activities[rank] = ThreadActivity(use.is_stopped, use.runs != use_before.runs, is_busy, *stacks[rank])
+        runs_before, seconds_before, was_stopped = before[rank]
+        runs, seconds, is_stopped = _read_use(*thread)
+        if runs:
+            waits, stack = _read_stack(*thread)
+            stack = f"is stopped (SIGSTOP) and {stack}" if is_stopped else stack
+            is_still = runs == runs_before and seconds - seconds_before < _BUSY * _SECONDS
+            activities[rank] = ThreadActivity(runs, is_stopped and was_stopped, is_still, waits, stack)
     return activities
 
 
-class _Use(NamedTuple):
-    """Use of the CPU: the kernel's record of a thread's runs, the seconds of its process, whether that is stopped."""
+def _read_use(process_id: int, thread_id: int) -> tuple[str, float, bool]:
+    """Return the kernel's record of a thread's runs, the CPU seconds of its process, and whether that is stopped.
 
-    runs: str
-    seconds: float
-    is_stopped: bool
-
-
-def _read_use(process_id: int, thread_id: int) -> _Use | None:
+    The record is empty if there is no such thread.
+    """
     try:
         process = psutil.Process(process_id)
-        times = process.cpu_times()
-        return _Use(
-            Path(f"/proc/{process_id}/task/{thread_id}/schedstat").read_text(),
-            times.user + times.system,
-            process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP),
-        )
+        seconds = sum(sum(each.cpu_times()[:2]) for each in [process, *process.children(recursive=True)])
+        runs = Path(f"/proc/{process_id}/task/{thread_id}/schedstat").read_text()
+        return runs, seconds, process.status() == psutil.STATUS_STOPPED
     except (OSError, psutil.Error):
-        return None
+        return "", 0.0, False
 
 
 def _read_stack(process_id: int, thread_id: int) -> tuple[bool, str]:
@@ -88,7 +83,7 @@ def _read_stack(process_id: int, thread_id: int) -> tuple[bool, str]:
     try:
         output = subprocess.run(command, capture_output=True, timeout=_DUMP_SECONDS, check=False).stdout
         [frames] = [thread["frames"] for thread in json.loads(output) if thread["os_thread_id"] == thread_id]
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        lines = [(frame["filename"], frame["line"], frame["name"], None) for frame in reversed(frames)]
+        return describe_stack(traceback.StackSummary.from_list(lines))
+    except (OSError, LookupError, TypeError, ValueError, subprocess.TimeoutExpired):
         return True, ""
-    lines = [(frame["filename"], frame["line"], frame["name"], None) for frame in reversed(frames)]
-    return describe_stack(traceback.StackSummary.from_list(lines))

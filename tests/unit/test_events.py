@@ -26,6 +26,7 @@ VALUES = {
     dict[str, float]: {"GPU": 0.5},
     dict[str, Any]: {"loss": 0.5, "text": "x", "none": None},
     dict[str, Any] | None: {"curves": {}},
+    dict[str, str]: {"node": "crashed"},
     Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait", "no-report"]: "ranks-wait",
 }
 EVENTS = [

@@ -35,6 +35,7 @@ from prefect_elastic_train.controller.loop_watch import LoopWatch
 from prefect_elastic_train.core.events import FirstStep
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.loop.phases import PhaseReport
 from prefect_elastic_train.worker import loop_inspection
 from prefect_elastic_train.worker.rank_failures import portable_failure
 from prefect_elastic_train.worker.train_worker import RayTrainWorker
@@ -48,7 +49,7 @@ RUNNING = [WorkerStatus(True, None, None)]
 class Watched:
     """A loop of one worker at times that the test sets; a worker without a state does not answer."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False, hangs_after_seconds: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False, hangs_after_seconds: Any = 0.0) -> None:
         self.now = 100.0
         monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(
@@ -168,6 +169,24 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
     assert cause.message == "HungLoopError: no report for 60 s; the rank is at loop.py"
     assert cause.traceback == f"{cause.message}\nthread 1:\n…"
     assert hung.check([WorkerStatus(False, None, None)]) is None  # a loop that has returned hangs no more
+
+
+def test_a_loop_without_a_session_that_ceases_to_report_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, hangs_after_seconds="auto")
+    watched.report(12, 20.0, saves=True)
+    watched.now += 199.0
+    for seconds, problems in [(0, []), (2, ["no-report"]), (500, ["no-report"])]:
+        watched.now += seconds
+        assert watched.check(RUNNING) is None
+        assert watched.problems == problems
+    [event] = watched.events
+    assert event.message.startswith(
+        "the loop has not reported for 200 s, 10 times as long as before: rank 0 is at loop.py"
+    )
+    watched.report(1, 0.0, saves=True)
+    watched.now += 10_000
+    assert watched.check([_status(phase=PhaseReport("step", 1.0, 0, {}, 1))]) is None
+    assert watched.problems == ["no-report"], "a session is watched by its phases"
 
 
 def _status(**more: Any) -> Any:

@@ -42,6 +42,7 @@ from prefect_elastic_train.controller.scaling_policy import RunScalingPolicy
 from prefect_elastic_train.controller.sizing import Node
 from prefect_elastic_train.controller.worker_group import RunWorkerGroup
 from prefect_elastic_train.core.causes import describe_causes
+from prefect_elastic_train.core.events import NodesLeftOut
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import FailureSettings, LocalStorageSettings, ScalingSettings
 from prefect_elastic_train.driver.endings import final_event_of_error
@@ -100,13 +101,29 @@ class Cluster(RunScalingPolicy):
         return None if isinstance(decision, NoopDecision) else decision
 
 
+class Strikes:
+    """The nodes that have too many strikes."""
+
+    def __init__(self) -> None:
+        self.struck: dict[str, str] = {}
+
+    def struck_nodes(self) -> dict[str, str]:
+        return self.struck
+
+    def add(self, nodes: dict[str, str], count: int) -> None:
+        assert count == FailureSettings().node_strikes
+        self.struck |= nodes
+
+
 class State(SimpleNamespace):
     """The part of the controller's state that the policies use."""
 
     def __init__(self, scaling: ScalingSettings | None = None, requester_id: str = "") -> None:
         self.waiting = []
         self.failures = {}
-        self.settings = SimpleNamespace(scaling=scaling or ScalingSettings(max_workers=4), requester_id=requester_id)
+        self.settings = SimpleNamespace(
+            scaling=scaling or ScalingSettings(max_workers=4), requester_id=requester_id, failures=FailureSettings()
+        )
         super().__init__(
             commit_count=0,
             is_draining=False,
@@ -116,6 +133,8 @@ class State(SimpleNamespace):
             standbys=SimpleNamespace(release=lambda: None, assign=lambda *arguments: {}),
             keepers=SimpleNamespace(restored_point=None, failures=Counter()),
             skipped_steps=set(),
+            strikes=Strikes(),
+            left_out={},
             publish=self.waiting.append,
         )
 
@@ -178,6 +197,37 @@ def _context(max_preemption_failures: int = -1) -> Any:
 def test_training_starts_as_large_as_fits_between_minimum_and_maximum(state: State) -> None:
     assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 9, 4)] == [0, 2, 3, 4, 4]
     assert state.assumed_nodes == {"n0", "n1", "n2", "n3"}
+
+
+def test_a_node_with_strikes_is_left_out_unless_too_few_workers_fit_on_the_others(state: State, later: Later) -> None:
+    policy = _policy(2, 4)
+    state.strikes.struck = {"n0": "it crashed"}
+    assert policy.start(4) == 3
+    assert policy.start(4) == 3
+    assert [event.nodes for event in state.waiting] == [state.left_out] == [{"n0": "it crashed"}], "told once"
+    policy.taken = {1, 2, 3}  # the group that has just ended seems to hold them still
+    assert policy.start(4) == 0
+    later(6.0)
+    assert policy.start(2) == 0
+    policy.taken = ()
+    assert policy.start(2) == 2, "there is no other"
+    assert [event.nodes for event in state.waiting if isinstance(event, NodesLeftOut)][1:] == [state.left_out] == [{}]
+
+
+def test_a_straggler_is_replaced_at_a_commit_if_a_spare_node_is_there(state: State, later: Later) -> None:
+    policy = _policy(2, 2)
+    state.settings.failures = FailureSettings(on_straggler="replace")
+    state.loops.stragglers.slow_nodes = lambda: {"n0": "slow"}
+    for spare in (0, 1):
+        later(2.0)
+        assert policy.grow(2 + spare) is None  # the ranks are told to save
+        decision = policy.grow(2 + spare, committed=True)
+        assert bool(decision) == bool(spare)
+    assert (decision.num_workers, decision.reason) == (2, "commit")
+    assert state.strikes.struck == {"n0": "slow"}
+    state.settings.failures = FailureSettings()
+    later(2.0)
+    assert policy.grow(9, committed=True) is None, "by default, it is only told of"
 
 
 def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_smaller(

@@ -88,6 +88,7 @@ def test_this_ray_is_tested_and_has_each_name_in_use_with_the_same_parameters() 
 ATTRIBUTES = {name for names in ray_contract.ATTRIBUTES.values() for name in names.split() if name.startswith("_")}
 #: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
 _ELSEWHERE = {
+    "_replace",  # of named tuples
     "_tick",  # of Ray's coordinator; called before Ray 2.60
     "_base_exc",
     "_traceback_str",

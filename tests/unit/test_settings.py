@@ -19,6 +19,7 @@ SETTINGS = {
     "poll_interval_seconds": ("0.5", 0.5),
     "liveness_timeout_seconds": ("60", 60.0),
     "stop_grace_seconds": ("3", 3.0),
+    "termination_grace_seconds": ("0", 0.0),
     "flow_run_check_seconds": ("1", 1.0),
     "local_cluster_timeout_seconds": ("30", 30.0),
     "log_lines_per_second": ("5", 5.0),
