@@ -106,6 +106,7 @@ def main() -> None:
         rank, port, slow_from, share = arguments.rank.split(",")
         train(int(rank), port, int(slow_from), share)
         return
+    load_before = os.getloadavg()[0]
     rows = []
     for load in SHARES:
         runs = [find(load) for _ in range(arguments.repeats)]
@@ -120,10 +121,8 @@ def main() -> None:
                 f"{steps[0]}–{steps[-1]}" if steps else "–",
             ]
         )
-    print("\n".join(machine_lines()))
-    print(
-        markdown_table(["load", "time of rank 1 to rank 0", "rank 0 named", "rank 1 named", "steps until then"], rows)
-    )
+    headings = ["load", "time of rank 1 to rank 0", "rank 0 named", "rank 1 named", "steps until then"]
+    print(f"{machine_lines('benchmarks.stragglers', load_before)}\n\n{markdown_table(headings, rows)}")
 
 
 if __name__ == "__main__":
