@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import select
 import socket
 import threading
 import time
@@ -105,13 +106,8 @@ class EventSender(EventQueue):
         return True
 
     def _await_requests(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # it was closed
-            while True:
-                try:
-                    if not connection.recv(1):
-                        return
-                except TimeoutError:
-                    continue
+        with suppress(OSError, ValueError):  # it was closed
+            while select.select([connection], [], [])[0] and connection.recv(1):
                 self._on_request()
 
     def _disconnect(self) -> None:

@@ -51,7 +51,7 @@ def causes_of(failures: Mapping[int, Exception]) -> list[Cause]:
     the first `_MAX_CAUSES` different ones are added to the last of these.
     """
     groups: dict[str, list[int]] = {}
-    for rank, failure in sorted(failures.items(), key=lambda item: (_is_consequence(item[1]), item[0])):
+    for rank, failure in sorted(failures.items()):
         text = _VARIABLE.sub("#", failure_text(failure))
         if len(groups) >= _MAX_CAUSES and text not in groups:
             text = next(reversed(groups))

@@ -6,7 +6,7 @@ hangs if it is stopped, or if the kernel does not run it for some time and it do
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any
 
 import ray
@@ -31,10 +31,8 @@ _LAST_SECONDS = 1800.0
 _ANSWER_SECONDS = 30.0  # for the observations of all nodes
 _STACKS_SECONDS = 1.0  # for the stacks that py-spy may not read
 _PAUSE_SECONDS = 15.0  # between two observations of a loop that runs
-_STILL_SECONDS = 10.0  # for which a thread must not run. One that waits for a DataLoader runs every 5 s.
 #: Part of its duration for which a phase with a hang counts, so that one that was only slow ends after some restarts.
 _ALARM_DIVISOR = 4.0
-_SETTLED_STEPS = 5  # of a worker group: the first ones compile and fill caches
 
 
 def phase_limit(phase: str, longest_seconds: float, steps: int) -> float:
@@ -45,11 +43,10 @@ def phase_limit(phase: str, longest_seconds: float, steps: int) -> float:
     Args:
         phase: Name of the phase.
         longest_seconds: Longest duration of this phase so far, on all ranks.
-        steps: Steps so far.
+        steps: Steps of the worker group so far.
     """
-    shortest = _PHASE_SECONDS.get(phase, _LAST_SECONDS)
-    if phase == "step" and steps >= LEARNING_STEPS:
-        shortest = _STEP_SECONDS
+    is_learned = phase == "step" and steps >= LEARNING_STEPS
+    shortest = _STEP_SECONDS if is_learned else _PHASE_SECONDS.get(phase, _LAST_SECONDS)
     return max(shortest, min(_FACTOR * longest_seconds, max(_LAST_SECONDS, 2 * longest_seconds)))
 
 
@@ -63,7 +60,6 @@ class HangWatch:
     def __init__(self, publish: Callable[[Event], None]) -> None:
         self._publish = publish
         self._longest: defaultdict[str, float] = defaultdict(float)  # seconds, by phase
-        self._steps = 0
         self._published = 0.0  # the limit of a step
 
     def begin_group(self, workers: Sequence[Any]) -> None:
@@ -73,8 +69,6 @@ class HangWatch:
         self._ranks: dict[int, PhaseReport] = {}
         self._observations: list[Any] = []
         self._observed_at = 0.0  # begin of the current observation, or time before which no other one begins
-        #: Time since which a rank's thread does not run, by the rank and the kernel's record of its runs.
-        self._still: dict[tuple[int, str], float] = {}
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Check the phases of the ranks by the status that a poll returned for each. Call it at each poll.
@@ -84,21 +78,17 @@ class HangWatch:
         """
         now = time.monotonic()
         self._update(now, statuses)
-        over = {rank for rank, phase in self._ranks.items() if now - phase.seconds > self._limit(phase)}
+        over = {
+            rank
+            for rank, phase in self._ranks.items()
+            if now - phase.seconds > phase_limit(phase.name, self._longest[phase.name], phase.steps)
+        }
         if not over:
             self._observations = []
-            self._still = {}
-            return
-        if not self._observations:
-            if now >= self._observed_at:
-                self._observe(now)
-            return
-        pending = ray.wait(self._observations, num_returns=len(self._observations), timeout=0)[1]
-        if pending and now - self._observed_at < _ANSWER_SECONDS:
-            return
-        self._judge(now, over)
-        self._observations = []
-        self._observed_at = now + (0.0 if self._still else _PAUSE_SECONDS)
+        elif self._observations:
+            self._judge(now, over)
+        elif now >= self._observed_at:
+            self._observe(now)
 
     def _update(self, now: float, statuses: Sequence[Any]) -> None:
         """Learn from the answers of a poll. A rank that did not answer is still in the phase that it had."""
@@ -106,20 +96,15 @@ class HangWatch:
             report: PhaseReport | None = getattr(status, "phase", None)
             if report is not None and status.running:
                 self._ranks[rank] = report._replace(seconds=now - report.seconds)
-                self._steps = max(self._steps, report.steps)
                 for phase, seconds in report.longest.items():
                     self._longest[phase] = max(self._longest[phase], seconds)
+                longest = self._longest["step"]
+                limit = phase_limit("step", longest, report.steps)
+                if report.steps >= LEARNING_STEPS and limit != self._published:
+                    self._published = limit
+                    self._publish(StallTimeoutLearned(limit=f"{limit:.1f} s; the longest so far took {longest:.2g} s"))
             elif hasattr(status, "phase") or not status.running:
                 self._ranks.pop(rank, None)
-        longest = self._longest["step"]
-        limit = phase_limit("step", longest, self._steps)
-        if self._steps >= LEARNING_STEPS and limit != self._published:
-            self._published = limit
-            self._publish(StallTimeoutLearned(limit=f"{limit:.1f} s; the longest so far took {longest:.2g} s"))
-
-    def _limit(self, rank: PhaseReport) -> float:
-        steps = self._steps if rank.steps >= _SETTLED_STEPS else rank.steps
-        return phase_limit(rank.name, self._longest[rank.name], steps)
 
     def _observe(self, now: float) -> None:
         """Begin to observe the loops of all ranks, with a Ray task on each node."""
@@ -146,18 +131,18 @@ class HangWatch:
             WorkerGroupError: A rank hangs, or all ranks wait for each other.
         """
         activities: dict[int, ThreadActivity] = {}
-        for _, answer in finished_results(self._observations):
+        answers = [*finished_results(self._observations)]
+        for _, answer in answers:
             activities |= answer
-        self._still = {
-            (rank, activity.runs): self._still.get((rank, activity.runs), self._observed_at)
-            for rank, activity in activities.items()
-            if activity.is_still
+        hung = find_hung_ranks(activities, over, len(self._workers)) or {
+            rank
+            for rank in over
+            if self._ranks[rank].name.endswith("step") and now - self._ranks[rank].seconds > _LAST_SECONDS
         }
-        still = {rank for (rank, _), began in self._still.items() if now - began >= _STILL_SECONDS}
-        in_step = {rank for rank in over if self._ranks[rank].name.endswith("step")}
-        too_long = {rank for rank in in_step if now - self._ranks[rank].seconds > _LAST_SECONDS}
-        hung = find_hung_ranks(activities, over, still, len(self._workers)) or too_long
         if not hung:
+            if len(answers) == len(self._observations) or now - self._observed_at > _ANSWER_SECONDS:
+                self._observations = []
+                self._observed_at = now + _PAUSE_SECONDS
             return
         first = self._ranks[min(hung)]
         problem = (
@@ -166,27 +151,36 @@ class HangWatch:
         )
         texts = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
         texts |= {rank: activity.stack for rank, activity in activities.items() if activity.stack}
-        failures: dict[int, Exception] = {}
-        for rank in range(len(self._workers)):
-            failures[rank] = failure = HungLoopError(f"{problem}; the rank {texts.get(rank, 'does not answer')}")
-            failure.is_consequence = rank not in hung
         if not any(activity.is_stopped for activity in activities.values()):  # else it is certain
             self._longest[first.name] = max(self._longest[first.name], (now - first.seconds) / _ALARM_DIVISOR)
-        raise WorkerGroupError(problem, failures)
+        raise hang_error(problem, texts, hung, len(self._workers))
 
 
-def find_hung_ranks(
-    activities: Mapping[int, ThreadActivity], over: Set[int], still: Set[int], world_size: int
-) -> Set[int]:
+def hang_error(problem: str, texts: Mapping[int, str], hung: Container[int], world_size: int) -> WorkerGroupError:
+    """Return the error of a worker group that hangs.
+
+    Args:
+        problem: What lasts too long.
+        texts: Position and stacks of the ranks that are known.
+        hung: Ranks that hang; the others wait for them.
+        world_size: Number of ranks.
+    """
+    failures: dict[int, Exception] = {}
+    for rank in range(world_size):
+        failures[rank] = failure = HungLoopError(f"{problem}; the rank {texts.get(rank, 'does not answer')}")
+        failure.is_consequence = rank not in hung
+    return WorkerGroupError(problem, failures)
+
+
+def find_hung_ranks(activities: Mapping[int, ThreadActivity], over: Set[int], world_size: int) -> Set[int]:
     """Return the ranks that hang; empty if the loop is only slow.
 
     Args:
         activities: What was observed of the loop's thread, by rank.
         over: Ranks that have exceeded the limit of their phase.
-        still: Ranks whose thread has not run for some time.
         world_size: Number of ranks.
     """
+    still = {rank for rank in over & activities.keys() if activities[rank].is_still}
     stopped = {rank for rank, activity in activities.items() if activity.is_stopped}
-    stuck = {rank for rank in over & still if not activities[rank].waits}
-    is_deadlock = len(over & still) == world_size
-    return stopped or stuck or (over if is_deadlock else set())
+    stuck = {rank for rank in still if activities[rank].stack.startswith("is")}
+    return stopped or stuck or (still if len(still) == world_size else set())

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ray.train import WorkerGroupError
 
@@ -21,8 +21,8 @@ from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.loop.restart_notice import announce_end
 from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
 
-from .failures import HungLoopError, IgnoredCheckpointError
-from .hang_watch import HangWatch
+from .failures import IgnoredCheckpointError
+from .hang_watch import HangWatch, hang_error
 from .straggler_watch import StragglerWatch
 from .worker_queries import query_workers
 
@@ -82,12 +82,11 @@ class LoopWatch:
         self._began = time.monotonic()
         self._silent_since = math.inf  # until the first poll
         self._longest_silence = 0.0  # seconds between two reports
-        self._warnings: set[str] = set()  # problems of the worker group that were published
+        self._told: set[str] = set()  # problems of the worker group that were published, and its end
         self._reports = 0
         self.ignored = False
         self.step = 0
         self.has_stepped = False
-        self._has_announced_end = False
         #: For each rank, the start of its current wait for other ranks; the time of the poll if it does not wait.
         self._waiting_since: dict[int, float] = {}
 
@@ -104,8 +103,8 @@ class LoopWatch:
         """
         now = time.monotonic()
         self._update_step(statuses)
-        if any(getattr(status, "is_ending", False) for status in statuses) and not self._has_announced_end:
-            self._has_announced_end = True
+        if any(getattr(status, "is_ending", False) for status in statuses) and "end" not in self._told:
+            self._told.add("end")
             self.announce_end()
         reports = [status.training_report for status in statuses if status.training_report]
         if reports or self._silent_since > now:
@@ -136,16 +135,18 @@ class LoopWatch:
         self.stragglers.check(statuses)
         limit = self._settings.stall_timeout_seconds
         if limit == "auto":
-            self._check_silence(now, statuses)
             self._hangs.check(statuses)
+            longest = max(_SILENT_SECONDS, _SILENT_TIMES * self._longest_silence)
+            has_session = any(getattr(status, "phase", None) for status in statuses)
+            if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._silent_since > longest:
+                message = (
+                    f"the loop has not reported for {longest:.0f} s, {_SILENT_TIMES:.0f} times as long as before: {{}}"
+                )
+                self._warn("no-report", message)
         elif limit and not has_ended and now - self._silent_since > limit:
             stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
-            problem = f"no report for {limit:g} s"
-            failures = {
-                rank: HungLoopError(f"{problem}; the rank {stacks.get(rank, 'does not answer')}")
-                for rank in range(len(self._workers))
-            }
-            raise WorkerGroupError(problem, failures)
+            ranks = range(len(self._workers))
+            raise hang_error(f"no report for {limit:g} s", stacks, ranks, len(ranks))
 
     def _update_step(self, statuses: Sequence[Any]) -> None:
         """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
@@ -190,18 +191,10 @@ class LoopWatch:
         if self._settings.ignored_checkpoint == "fail":
             raise WorkerGroupError(message, {0: IgnoredCheckpointError(message)})
 
-    def _check_silence(self, now: float, statuses: Sequence[Any]) -> None:
-        """Warn once if a loop without a session has not reported for much longer than it did before."""
-        limit = max(_SILENT_SECONDS, _SILENT_TIMES * self._longest_silence)
-        has_session = any(getattr(status, "phase", None) for status in statuses)
-        if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._silent_since > limit:
-            message = f"the loop has not reported for {limit:.0f} s, {_SILENT_TIMES:.0f} times as long as before: {{}}"
-            self._warn("no-report", message)
-
-    def _warn(self, problem: Literal["ranks-wait", "no-report"], message: str) -> None:
+    def _warn(self, problem: Any, message: str) -> None:
         """Publish a problem once for each worker group, with the ranks' current lines for ``{}`` in its message."""
-        if problem not in self._warnings:
-            self._warnings.add(problem)
+        if problem not in self._told:
+            self._told.add(problem)
             self._publish(LoopWarned(problem=problem, message=message.format(self._positions())))
 
     def _positions(self) -> str:

@@ -3,7 +3,9 @@
 import copy
 import json
 import time
+from collections import defaultdict
 from contextlib import suppress
+from itertools import chain
 
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.runs.layout import STATE_FOLDER
@@ -47,19 +49,13 @@ class NodeStrikes:
             self._read()
 
     def struck_nodes(self) -> dict[str, str]:
-        """Return the ids of the nodes that have too many strikes, and the reasons as text.
-
-        A strike counts as long as later ones do.
-        """
-        struck = {}
-        strikes = sorted(strike for strikes in self._strikes.values() for strike in strikes)
-        for node in {node for _, node, _ in strikes} if self._limit else ():
-            of_node = [(at, reason) for at, other, reason in strikes if other == node]
-            newest = of_node[-1][0]
-            reasons = [reason for at, reason in of_node if newest - at < self._seconds]
-            if len(reasons) >= self._limit and time.time() - newest < self._seconds:
-                struck[node] = "; ".join(dict.fromkeys(reasons))
-        return struck
+        """Return the ids of the nodes that have too many strikes, and the reasons as text."""
+        reasons = defaultdict[str, list[str]](list)
+        for at, node, reason in chain.from_iterable(self._strikes.values()):
+            if time.time() - at < self._seconds:
+                reasons[node].append(reason)
+        struck = {node for node in reasons if 0 < self._limit <= len(reasons[node])}
+        return {node: "; ".join(dict.fromkeys(reasons[node])) for node in struck}
 
     def _read(self) -> None:
         """Read the objects that are not known yet, which other runs or attempts have written."""

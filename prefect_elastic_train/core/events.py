@@ -272,6 +272,9 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+#: Events of which the newest one tells if a session trains: a FirstStep.
+SESSION_EVENTS = (FirstStep, WorkerGroupStarted, GroupFailed, WorkerGroupResized)
+
 #: Events that are dropped when a channel is full.
 DROPPABLE = (ControllerAlive, Reported)
 

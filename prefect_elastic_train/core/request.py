@@ -69,7 +69,6 @@ class DriverSpec:
 
     Attributes:
         storage_block: Name of the saved storage block; empty for one that is not saved.
-        termination_grace_seconds: Time limit of the save after SIGTERM; 0: no save.
         sys_path: ``sys.path`` of the flow process, for the user's modules.
         local_address: Address of the local cluster, which may still be starting; empty when joining a cluster.
         previous_end: Outcome and message of the attempt before, if this supervisor has seen it.
@@ -84,7 +83,6 @@ class DriverSpec:
     cluster: ClusterSettings
     storage_block: str = ""
     poll_interval_seconds: float = 0.1
-    termination_grace_seconds: float = 0.0
     sys_path: list[str] = field(default_factory=list)
     local_address: str = ""
     previous_end: str = ""

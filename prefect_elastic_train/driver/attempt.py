@@ -13,15 +13,13 @@ from itertools import chain
 from typing import Any
 
 from prefect_elastic_train.core.events import (
+    SESSION_EVENTS,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     ClusterWanted,
     Event,
     FirstStep,
-    GroupFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
 )
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.payload import Payload
@@ -30,7 +28,7 @@ from prefect_elastic_train.core.records import EndedRecord
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.size_limits import bounded_metrics
 from prefect_elastic_train.core.threads import start_thread
-from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS
+from prefect_elastic_train.core.time_limits import EXIT_STEP_SECONDS, TERMINATION_GRACE_SECONDS
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
@@ -111,14 +109,10 @@ class Attempt:
     def _receive(self, event: Event) -> None:
         """Record an event of the controller, and whether the loop has saved all that it has done."""
         self.recorder.emit(event)
-        match event:
-            case WorkerGroupStarted() | GroupFailed() | WorkerGroupResized():
-                self.saves_first = False
-                self._is_saved.set()
-            case FirstStep():
-                self.saves_first = self.spec.termination_grace_seconds > 0 and not self.spec.cluster.is_submitted
-            case CheckpointCommitted() if self.saves_first and event.metrics["step"] >= event.step:
-                self._is_saved.set()
+        if isinstance(event, SESSION_EVENTS):
+            self.saves_first = isinstance(event, FirstStep) and not self.spec.cluster.is_submitted
+        if not self.saves_first or (isinstance(event, CheckpointCommitted) and event.metrics["step"] >= event.step):
+            self._is_saved.set()
 
     def _handle_termination(self, number: int, frame: Any) -> None:
         """Handle SIGTERM: request a save, and end the attempt after it. A later SIGTERM ends it at once.
@@ -135,7 +129,7 @@ class Attempt:
     def _save_and_end(self) -> None:
         self._is_saved.clear()
         if self._receiver.request_save():
-            self._is_saved.wait(self.spec.termination_grace_seconds)
+            self._is_saved.wait(TERMINATION_GRACE_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)
 
     def begin(self) -> Begun | EndedRecord:

@@ -364,7 +364,7 @@ class Session(AbstractContextManager["Session"]):
                 self._step_samples.append(samples)
             self.began_at = self.began_at or time.time()
             self._in_batches = True
-            self._begin_step()
+            self.phases.begin("step" if self.done > self.began_from else "first step")
             self.phases.begin_work()
             try:
                 yield batch
@@ -453,10 +453,7 @@ class Session(AbstractContextManager["Session"]):
             self.phases.begin("evaluation")
         else:
             self._close_step()
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.phases.begin("step" if self.done > self.began_from else "first step")
+            self.phases.begin("step" if self.done > self.began_from else "first step")
 
     def _complete_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Count the step as done, and open it."""

@@ -173,7 +173,6 @@ def driver_spec(request: RunRequest, blocks: Blocks) -> DriverSpec:
         request,
         **{argument: block.plain() for argument, block in blocks._asdict().items()},
         storage_block=saved_name(blocks.storage),
-        termination_grace_seconds=get_settings().termination_grace_seconds,
         poll_interval_seconds=get_settings().poll_interval(blocks.scaling.max_workers),
         sys_path=import_path(),
     )

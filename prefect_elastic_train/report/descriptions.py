@@ -67,8 +67,8 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             )
         case ev.NodesLeftOut():
             reasons = "; ".join(f"{node}: {reason}" for node, reason in event.nodes.items())
-            message = f"avoids {len(event.nodes)} node(s) with too many failures" if reasons else "avoids no node now"
-            return Description(f"the run {message}", reasons, is_warning=True)
+            message = f"the run avoids {len(event.nodes)} node(s) with too many failures"
+            return Description(message, reasons, is_warning=True)
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
         case ev.StallTimeoutLearned():
@@ -79,11 +79,11 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             return Description(f"{event.parked} of {event.wanted} standby workers are ready{memory}{lacking}")
         case ev.WorkerGroupResized():
             awaited = {"patience": "a checkpoint, which was not committed in time", "memory": "a recovery point"}
-            change = f"is resized from {event.old_size} to {event.new_size} workers"
+            change = f"the worker group is resized from {event.old_size} to {event.new_size} workers"
             if event.old_size == event.new_size:
-                change = "moves from the node of a straggler"
+                change = "the worker group moves from the node of a straggler"
             return Description(
-                f"the worker group {change}",
+                change,
                 reason=f"waited {event.waited_seconds:.0f} s for {awaited.get(event.reason, 'a checkpoint')}",
                 reaction=f"reports that are done again: {event.reports_lost}" if event.reports_lost else "",
             )

@@ -92,7 +92,7 @@ class DriverHandle:
             self._attempt = event.attempt
         elif isinstance(event, ev.ControllerAlive):
             self._activity = event.doing
-        elif isinstance(event, ev.WorkerGroupStarted | ev.GroupFailed | ev.WorkerGroupResized | ev.FirstStep):
+        elif isinstance(event, ev.SESSION_EVENTS):
             self._has_session = isinstance(event, ev.FirstStep)
         elif isinstance(event, ev.AttemptEnded):
             self._final_event = event

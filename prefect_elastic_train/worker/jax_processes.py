@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
@@ -34,7 +33,7 @@ def join(platform: str, address: str, size: int, rank: int) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         # Ray sets rank and devices. The variables of Slurm or MPI, if any, describe other processes.
         jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
-        if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)  # JAX has installed its own
 
 

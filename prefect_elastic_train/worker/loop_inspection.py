@@ -162,14 +162,14 @@ def _user_line(stack: traceback.StackSummary) -> str:
     return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line}"
 
 
-def describe_stack(stack: traceback.StackSummary) -> tuple[bool, str]:
-    """Return True if the loop with this stack waits for Ray or other ranks, and its position and stack as text.
+def describe_stack(stack: traceback.StackSummary) -> str:
+    """Return the position and the stack of a loop as text, which begins with "waits" or "is", as :func:`thread_stacks`.
 
-    The text has the form of :func:`thread_stacks`.
+    A loop waits if its stack shows that it waits for Ray or for other ranks, or that it is in JAX.
     """
     lines = "".join(stack.format())
-    waits = bool(_WAITING_LINES.search(lines) or re.search(f"{_WAITING_FILES}|-packages/jax", stack[-1].filename))
-    return waits, f"{'waits for other ranks' if waits else 'is'} {_user_line(stack)}\n{lines}"
+    waits = _WAITING_LINES.search(lines) or re.search(f"{_WAITING_FILES}|-packages/jax", stack[-1].filename)
+    return f"{'waits for other ranks' if waits else 'is'} {_user_line(stack)}\n{lines}"
 
 
 def thread_stacks() -> str:

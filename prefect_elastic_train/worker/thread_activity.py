@@ -16,8 +16,10 @@ import psutil
 
 from .loop_inspection import describe_stack
 
-_SECONDS = 1.5  # for which threads are observed
-_BUSY = 0.1  # share of a processor that a process uses if it computes
+#: Durations of two parts of the observation. The second one is left out if a process is stopped. A thread that waits
+#: for a DataLoader runs every 5 s.
+_SECONDS = (1.0, 9.0)
+_BUSY_SECONDS = 0.2  # of a processor, which a process uses if it computes
 _DUMP_SECONDS = 2.0  # timeout of py-spy
 
 
@@ -25,17 +27,13 @@ class ThreadActivity(NamedTuple):
     """The activity of a loop's thread while it was observed.
 
     Attributes:
-        runs: The kernel's record of the thread's runs, at the end.
         is_stopped: True if the process is stopped, as by SIGSTOP.
         is_still: True if the kernel has not run the thread, and the process and its children have not used the CPU.
-        waits: True if the stack shows that the loop waits for other ranks or for Ray, or if it cannot be read.
-        stack: The stack as text, as of :func:`.loop_inspection.thread_stacks`; empty if py-spy may not read it.
+        stack: The stack, as of :func:`.loop_inspection.describe_stack`; empty if py-spy may not read it.
     """
 
-    runs: str
     is_stopped: bool
     is_still: bool
-    waits: bool
     stack: str
 
 
@@ -49,16 +47,17 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
         The activity by rank. A rank whose process has exited is missing.
     """
     before = {rank: _read_use(*thread) for rank, thread in threads.items()}
-    time.sleep(_SECONDS)
-    activities = {}
-    for rank, thread in threads.items():
-        runs_before, seconds_before, was_stopped = before[rank]
-        runs, seconds, is_stopped = _read_use(*thread)
-        if runs:
-            waits, stack = _read_stack(*thread)
-            stack = f"is stopped (SIGSTOP) and {stack}" if is_stopped else stack
-            is_still = runs == runs_before and seconds - seconds_before < _BUSY * _SECONDS
-            activities[rank] = ThreadActivity(runs, is_stopped and was_stopped, is_still, waits, stack)
+    activities: dict[int, ThreadActivity] = {}
+    for seconds in _SECONDS:
+        time.sleep(seconds)
+        for rank, thread in threads.items():
+            runs_before, used_before, was_stopped = before[rank]
+            runs, used, is_stopped = _read_use(*thread)
+            if runs:
+                is_still = runs == runs_before and used - used_before < _BUSY_SECONDS
+                activities[rank] = ThreadActivity(is_stopped and was_stopped, is_still, _read_stack(*thread))
+        if any(activity.is_stopped for activity in activities.values()):
+            break
     return activities
 
 
@@ -76,14 +75,13 @@ def _read_use(process_id: int, thread_id: int) -> tuple[str, float, bool]:
         return "", 0.0, False
 
 
-def _read_stack(process_id: int, thread_id: int) -> tuple[bool, str]:
-    """Return whether a thread waits for other ranks or for Ray, and its stack as text."""
-    py_spy = Path(sysconfig.get_path("scripts"), "py-spy")
-    command = [str(py_spy), "dump", "--nonblocking", "--json", "--pid", str(process_id)]
+def _read_stack(process_id: int, thread_id: int) -> str:
+    py_spy = f"{sysconfig.get_path('scripts')}/py-spy"
+    command = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(process_id)]
     try:
         output = subprocess.run(command, capture_output=True, timeout=_DUMP_SECONDS, check=False).stdout
         [frames] = [thread["frames"] for thread in json.loads(output) if thread["os_thread_id"] == thread_id]
         lines = [(frame["filename"], frame["line"], frame["name"], None) for frame in reversed(frames)]
         return describe_stack(traceback.StackSummary.from_list(lines))
     except (OSError, LookupError, TypeError, ValueError, subprocess.TimeoutExpired):
-        return True, ""
+        return ""

@@ -6,8 +6,8 @@ Uses ``ray.train.v2._internal``, since Ray has no public way to replace the work
 import logging
 import os
 import signal
-import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysTrainWorker
@@ -37,7 +37,7 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        if threading.current_thread() is threading.main_thread():
+        with suppress(ValueError):  # not in the main thread
             self._rays_handler = signal.signal(signal.SIGTERM, self._handle_termination)
 
     def _handle_termination(self, number: int, frame: Any) -> None:

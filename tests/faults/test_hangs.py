@@ -25,7 +25,7 @@ def test_a_stopped_rank_is_found_in_seconds_with_its_stack_and_the_group_is_rest
     assert training.end(attempts=1, worker_failures=1) == [2, 2]
     [failure] = history(training.flow.run, WorkerFailed)
     assert failure.at - stopped_at < 10
-    stopped, waiting = failure.causes
+    waiting, stopped = failure.causes
     assert (stopped.ranks, waiting.ranks, waiting.is_consequence) == ([1], [0], True)
     assert re.match(r"HungLoopError: no progress for .* rank is stopped \(SIGSTOP\) and is at \S+ in ", stopped.message)
     assert ", in torch_loop" in stopped.traceback
