@@ -82,7 +82,7 @@ class EventSender(EventQueue):
         on_request: Function that is called, in a thread, when the driver requests a save.
     """
 
-    def __init__(self, receiver: ReceiverAddress, on_request: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, receiver: ReceiverAddress, on_request: Callable[[], None]) -> None:
         self._receiver = receiver
         self._on_request = on_request
         self._connection: socket.socket | None = None

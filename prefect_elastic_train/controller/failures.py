@@ -27,7 +27,7 @@ class IgnoredCheckpointError(Exception):
 
 
 class HungLoopError(Exception):
-    """A rank hangs, or waits for one that does, for longer than ``stall_timeout_seconds``.
+    """A rank hangs, or waits for one that does. It exceeded ``stall_timeout_seconds``, or a limit that was learned.
 
     The message has the stacks of its threads.
     """

@@ -26,12 +26,13 @@ _STEP_SECONDS = 4.0  # shortest limit of a step
 #: Shortest limits of the other phases, which differ more. A save also waits for uploads of earlier saves.
 _PHASE_SECONDS = {"loading": 600.0, "evaluation": 600.0, "save": 3900.0}
 _FACTOR = 15.0  # limit of a phase, as a multiple of its longest duration so far
-#: Limit of a step that is not one of many, and the one after which a loop fails although its threads run.
+#: Shortest limit of the first steps, largest limit that is learned, and time after which a step over its limit counts
+#: as a hang although its thread runs.
 _LAST_SECONDS = 1800.0
 _ANSWER_SECONDS = 30.0  # for the observations of all nodes
-_STACKS_SECONDS = 1.0  # for the stacks that py-spy may not read
+_STACKS_SECONDS = 1.0  # for the stacks that py-spy cannot read
 _PAUSE_SECONDS = 15.0  # between two observations of a loop that runs
-#: Part of its duration for which a phase with a hang counts, so that one that was only slow ends after some restarts.
+#: A hang of s seconds counts as a duration of s / 4, so that a phase that is only slow is a hang a few times at most.
 _ALARM_DIVISOR = 4.0
 
 
@@ -68,7 +69,7 @@ class HangWatch:
         #: The phase of each rank by its newest answer; ``seconds`` is its begin by the clock of this process.
         self._ranks: dict[int, PhaseReport] = {}
         self._observations: list[Any] = []
-        self._observed_at = 0.0  # begin of the current observation, or time before which no other one begins
+        self._observed_at = 0.0  # start of the current observation, or the earliest one of the next
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Check the phases of the ranks by the status that a poll returned for each. Call it at each poll.

@@ -31,9 +31,9 @@ _STACKS_SECONDS = 10.0  # for the stacks of ranks that hang
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
 _WAIT_SECONDS = 45.0  # after which a rank that waits for the others is reported
-#: A loop without a session is reported once it is silent for so long: seconds, and times its longest silence so far.
-_SILENT_SECONDS = 120.0
-_SILENT_TIMES = 10.0
+#: A loop without a session is reported if it has not reported for so long: seconds, and times its longest interval.
+_UNREPORTED_SECONDS = 120.0
+_UNREPORTED_TIMES = 10.0
 _COUNTERS = ("global_step", "epoch", "iteration", "step")  # metrics that count progress, most significant first
 
 
@@ -80,9 +80,9 @@ class LoopWatch:
         self._is_decided = not checkpoint  # True once it is known if the loop restored the checkpoint
         self._has_saved |= bool(checkpoint)
         self._began = time.monotonic()
-        self._silent_since = math.inf  # until the first poll
-        self._longest_silence = 0.0  # seconds between two reports
-        self._told: set[str] = set()  # problems of the worker group that were published, and its end
+        self._reported_at = math.inf  # until the first poll
+        self._longest_gap = 0.0  # seconds between two reports
+        self._published: set[str] = set()  # problems of the worker group, and its end
         self._reports = 0
         self.ignored = False
         self.step = 0
@@ -91,7 +91,7 @@ class LoopWatch:
         self._waiting_since: dict[int, float] = {}
 
     def announce_end(self) -> None:
-        """Let the sessions of all ranks save now, and wait for the end of their worker group."""
+        """Announce to all ranks that their worker group is about to end, so that their sessions save."""
         for worker in self._workers:
             worker.execute_async(announce_end)
 
@@ -103,13 +103,13 @@ class LoopWatch:
         """
         now = time.monotonic()
         self._update_step(statuses)
-        if any(getattr(status, "is_ending", False) for status in statuses) and "end" not in self._told:
-            self._told.add("end")
+        if any(getattr(status, "is_ending", False) for status in statuses) and "end" not in self._published:
+            self._published.add("end")
             self.announce_end()
         reports = [status.training_report for status in statuses if status.training_report]
-        if reports or self._silent_since > now:
-            self._longest_silence = max(self._longest_silence, now - self._silent_since)
-            self._silent_since = now
+        if reports or self._reported_at > now:
+            self._longest_gap = max(self._longest_gap, now - self._reported_at)
+            self._reported_at = now
         has_checkpoint = any(report.checkpoint for report in reports)
         self._has_saved |= has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
@@ -136,14 +136,12 @@ class LoopWatch:
         limit = self._settings.stall_timeout_seconds
         if limit == "auto":
             self._hangs.check(statuses)
-            longest = max(_SILENT_SECONDS, _SILENT_TIMES * self._longest_silence)
+            most = max(_UNREPORTED_SECONDS, _UNREPORTED_TIMES * self._longest_gap)
             has_session = any(getattr(status, "phase", None) for status in statuses)
-            if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._silent_since > longest:
-                message = (
-                    f"the loop has not reported for {longest:.0f} s, {_SILENT_TIMES:.0f} times as long as before: {{}}"
-                )
+            if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._reported_at > most:
+                message = f"the loop has not reported for {most:.0f} s, {self._longest_gap:.3g} s at most before: {{}}"
                 self._warn("no-report", message)
-        elif limit and not has_ended and now - self._silent_since > limit:
+        elif limit and not has_ended and now - self._reported_at > limit:
             stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
             ranks = range(len(self._workers))
             raise hang_error(f"no report for {limit:g} s", stacks, ranks, len(ranks))
@@ -193,8 +191,8 @@ class LoopWatch:
 
     def _warn(self, problem: Any, message: str) -> None:
         """Publish a problem once for each worker group, with the ranks' current lines for ``{}`` in its message."""
-        if problem not in self._told:
-            self._told.add(problem)
+        if problem not in self._published:
+            self._published.add(problem)
             self._publish(LoopWarned(problem=problem, message=message.format(self._positions())))
 
     def _positions(self) -> str:

@@ -1,4 +1,4 @@
-"""Strikes against nodes, on which workers crash, hang or lag behind. After some, the run leaves the node out."""
+"""Strikes against nodes, on which workers crash, hang or are stragglers. A node with too many of them is left out."""
 
 import copy
 import json
@@ -15,14 +15,13 @@ _FOLDER = f"{STATE_FOLDER}/strikes"
 _STORAGE_SECONDS = 5.0  # for which reads and writes are repeated
 #: A node is left out for so many times ``forgive_after_seconds``, so that its failures no longer count when it returns.
 _TIMES = 2.0
-_MAX_READ = 100  # newest objects
 
 
 class NodeStrikes:
     """The strikes against the nodes of a cluster, which are recorded in a storage.
 
     Args:
-        store: The run directory. Runs that share their strikes record them beside it.
+        store: The run directory. Runs that share their strikes record them in the folder of the storage.
         run_id: Id of the run.
         settings: ``node_strikes``, ``shared_strikes`` and ``forgive_after_seconds`` apply here.
     """
@@ -48,18 +47,19 @@ class NodeStrikes:
             self._store.replace(f"{_FOLDER}/{name}", json.dumps(self._strikes[name]).encode())
             self._read()
 
-    def struck_nodes(self) -> dict[str, str]:
+    def nodes_to_leave_out(self) -> dict[str, str]:
         """Return the ids of the nodes that have too many strikes, and the reasons as text."""
         reasons = defaultdict[str, list[str]](list)
         for at, node, reason in chain.from_iterable(self._strikes.values()):
             if time.time() - at < self._seconds:
                 reasons[node].append(reason)
-        struck = {node for node in reasons if 0 < self._limit <= len(reasons[node])}
-        return {node: "; ".join(dict.fromkeys(reasons[node])) for node in struck}
+        return {
+            node: "; ".join(dict.fromkeys(reasons[node])) for node in reasons if 0 < self._limit <= len(reasons[node])
+        }
 
     def _read(self) -> None:
         """Read the objects that are not known yet, which other runs or attempts have written."""
-        for name in self._store.names(_FOLDER)[-_MAX_READ:]:
+        for name in self._store.names(_FOLDER):
             if name not in self._strikes:
                 with suppress(ValueError, TypeError):  # it is damaged
                     content = json.loads(self._store.read(f"{_FOLDER}/{name}") or b"[]")

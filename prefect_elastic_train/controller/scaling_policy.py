@@ -37,7 +37,8 @@ _RESERVED_SECONDS = 60
 #: A wait for capacity is published once it lasts this long, since the resources of a lost group are free sooner.
 _PUBLISH_WAIT_AFTER_SECONDS = 2.0
 _PUBLISH_WAIT_EVERY_SECONDS = 10.0
-_SETTLED_SECONDS = 5.0  # of a wait, after which the resources of the previous worker group are seen as free
+#: Seconds of a wait during which all resources of a node count as free, since the previous group may still hold some.
+_SETTLED_SECONDS = 5.0
 _LONG_WAIT_SECONDS = 60.0  # after which standby workers are terminated
 #: Seconds before the deadline of a drain at which the workers are notified, if no other group could start.
 _SAVE_SECONDS = 60.0
@@ -213,7 +214,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._commit_count = state.commit_count
         possible = min(stable, self._start.limit(now))
         target = possible if possible > len(workers) else 0
-        slow = state.loops.stragglers.slow_nodes() if state.settings.failures.on_straggler == "replace" else {}
+        failures = state.settings.failures
+        is_replaced = failures.on_straggler == "replace" and failures.node_strikes
+        slow = state.loops.stragglers.slow_nodes() if is_replaced else {}
         if slow and not target and self._capacity(now, held_on, slow)[1] >= len(workers):
             target = len(workers)
         if bool(target) != bool(self._growth_planned_at):
@@ -229,7 +232,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._growth_planned_at = 0.0
         reason = "memory" if held else "patience"
         if target == len(workers):
-            state.strikes.add(slow, state.settings.failures.node_strikes)
+            state.strikes.add(slow, failures.node_strikes)
         return GrowthDecision(target, self._demand.resources, "commit" if committed else reason, waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
@@ -286,7 +289,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _usable_nodes(self, now: float, demand: sizing.Demand, reserved: Any) -> list[sizing.Node]:
         """Return the nodes of the cluster without those that have too many strikes, if enough workers fit then."""
-        struck = self._state.strikes.struck_nodes()
+        struck = self._state.strikes.nodes_to_leave_out()
         nodes = cluster_nodes()
         good = [node for node in nodes if node.id not in struck]
         room = good

@@ -272,7 +272,7 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
-#: Events of which the newest one tells if a session trains: a FirstStep.
+#: Events of which the newest one shows if a session trains: a FirstStep.
 SESSION_EVENTS = (FirstStep, WorkerGroupStarted, GroupFailed, WorkerGroupResized)
 
 #: Events that are dropped when a channel is full.

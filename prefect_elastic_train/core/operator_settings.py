@@ -36,7 +36,7 @@ class ElasticTrainSettings(PrefectBaseSettings, use_attribute_docstrings=True):
     stop_grace_seconds: PositiveFloat = STOP_GRACE_SECONDS
     """How long a driver may take to exit after SIGINT before SIGKILL."""
     termination_grace_seconds: NonNegativeFloat = TERMINATION_GRACE_SECONDS
-    """How long a session may take to save after SIGTERM to the flow process. 0: no save."""
+    """How long, up to 25 s, a session may take to save after SIGTERM to the flow process. 0: no save."""
     flow_run_check_seconds: PositiveFloat = 3.0
     """How often a training checks if its flow run was cancelled or has ended."""
     local_cluster_timeout_seconds: PositiveFloat = 120.0

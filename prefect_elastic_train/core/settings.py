@@ -188,13 +188,13 @@ class FailureSettings(SettingsModel):
     forgive_after_seconds: NonNegativeFloat = 3600.0
     """Seconds of committed training after which an earlier failure no longer counts. 0: failures always count."""
     stall_timeout_seconds: NonNegativeFloat | Literal["auto"] = "auto"
-    """A worker group without a report for this long has failed. "auto": learned from a session's steps. 0: off."""
+    """Seconds without a report after which a group has failed. "auto": limits learned from a session. 0: off."""
     on_straggler: Literal["warn", "replace"] = "warn"
-    """What happens if a rank is slower than the others: "replace" moves to a spare node at the next checkpoint."""
+    """What happens to a straggler: "replace" restarts without its node at the next checkpoint, if others have room."""
     node_strikes: int = Field(3, ge=0, le=20)
-    """Crashes and hangs of workers on a node after which the run avoids it, also for on_straggler. 0: off."""
+    """Strikes, such as crashes and hangs, after which a node is left out. 0: off; stragglers are not replaced then."""
     shared_strikes: bool = False
-    """Avoid nodes also because of the strikes of other trainings in the same storage that share theirs."""
+    """Share strikes with the other trainings in the storage that have this set."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"
     """What happens when a restarted loop starts from scratch although there is a checkpoint."""
 

@@ -115,9 +115,9 @@ class Attempt:
             self._is_saved.set()
 
     def _handle_termination(self, number: int, frame: Any) -> None:
-        """Handle SIGTERM: request a save, and end the attempt after it. A later SIGTERM ends it at once.
+        """Handle SIGTERM: request a save, and end the attempt after it. A SIGTERM more than 3 s later ends it at once.
 
-        It is ignored for a moment: systemd sends SIGTERM to this process and to the flow process, which passes it on.
+        One within 3 s is ignored: systemd signals this process and the flow process, which forwards the signal.
         """
         now = time.monotonic()
         if self.saves_first and not self._terminated_at:

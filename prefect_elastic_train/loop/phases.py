@@ -50,7 +50,7 @@ class Phases:
     """Measures the phases of a session's loop, in the loop's thread. One phase begins where the other ends.
 
     Attributes:
-        clock: Function that returns a time. Differences between times are seconds, one step later at the latest.
+        clock: Function that returns a time. The difference of two is in seconds, and known a step later at the latest.
     """
 
     clock: Callable[[], Any] = staticmethod(time.monotonic)

@@ -67,8 +67,8 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             )
         case ev.NodesLeftOut():
             reasons = "; ".join(f"{node}: {reason}" for node, reason in event.nodes.items())
-            message = f"the run avoids {len(event.nodes)} node(s) with too many failures"
-            return Description(message, reasons, is_warning=True)
+            message = f"the next worker groups leave out {len(event.nodes)} node(s)"
+            return Description(message, reasons, is_warning=bool(reasons))
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
         case ev.StallTimeoutLearned():

@@ -228,7 +228,10 @@ class ChildDriver(DriverHandle):
         return self._check_cluster() or self.check_liveness()
 
     def prepare_stop(self, reason: BaseException) -> None:
-        """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped."""
+        """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped.
+
+        If a session saves first, wait for it.
+        """
         outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
         self._spec_file.with_name(STOP_FILE).write_text(outcome.value)
         if self._has_session and not self._sent and self.follower.saves_first(reason):

@@ -55,7 +55,9 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
             runs, used, is_stopped = _read_use(*thread)
             if runs:
                 is_still = runs == runs_before and used - used_before < _BUSY_SECONDS
-                activities[rank] = ThreadActivity(is_stopped and was_stopped, is_still, _read_stack(*thread))
+                is_stopped &= was_stopped
+                stack = "is stopped (SIGSTOP) and " * is_stopped + _read_stack(*thread)
+                activities[rank] = ThreadActivity(is_stopped, is_still, stack)
         if any(activity.is_stopped for activity in activities.values()):
             break
     return activities

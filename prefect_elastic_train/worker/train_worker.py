@@ -43,7 +43,7 @@ class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
     def _handle_termination(self, number: int, frame: Any) -> None:
         """Handle SIGTERM: let a session save, and end the process after it. A second SIGTERM ends it at once."""
         signal.signal(signal.SIGTERM, self._rays_handler)
-        self._is_ending = True  # the next poll tells the controller
+        self._is_ending = True  # the next poll reports it
         start_thread(self._end_after_save)
 
     def _end_after_save(self) -> None:

@@ -35,7 +35,7 @@ def test_a_stopped_rank_is_found_in_seconds_with_its_stack_and_the_group_is_rest
 
 
 @pytest.mark.full
-def test_slow_evaluations_and_saves_and_first_batches_are_no_hangs(start: Start, head: RayHead, tmp_path: Path) -> None:
+def test_a_slow_evaluation_is_no_hang(start: Start, head: RayHead, tmp_path: Path) -> None:
     pauses = {"60": 18.0, "90": 18.0}
     training = SessionTraining(start, tmp_path, sleep=0.05, pauses=pauses, cluster=head.block)
     training.group(2, steps=100)

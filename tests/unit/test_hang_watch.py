@@ -79,7 +79,7 @@ SLOW = STUCK._replace(is_still=False)
         ({0: WAITING._replace(is_still=False), 1: WAITING._replace(stack="")}, {0, 1}, set()),  # py-spy may not read it
     ],
 )
-def test_the_ranks_that_hang_are_those_that_nothing_runs_and_that_wait_for_no_other(
+def test_a_rank_hangs_if_its_thread_is_idle_and_waits_for_no_other_rank(
     activities: dict[int, ThreadActivity], over: set[int], hung: set[int]
 ) -> None:
     assert find_hung_ranks(activities, over, 2) == hung
@@ -182,7 +182,7 @@ def test_ranks_that_have_left_their_session_are_not_watched(monkeypatch: pytest.
     assert watched.observations == 0
 
 
-def test_phases_measure_what_they_contain_and_interrupted_ones_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_measure_what_they_contain_and_interrupted_ones_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr("prefect_elastic_train.loop.phases.time.monotonic", lambda: now)
     phases = Phases()

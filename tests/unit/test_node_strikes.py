@@ -32,32 +32,32 @@ def test_a_node_is_struck_after_enough_strikes_for_twice_the_time_that_failures_
     for reason in ("crashed", "hung"):
         strikes.add({"n0": reason})
         now.append(60.0)
-    assert strikes.struck_nodes() == {}
+    assert strikes.nodes_to_leave_out() == {}
     strikes.add({"n0": "crashed", "n1": "crashed"})
-    assert strikes.struck_nodes() == {"n0": "crashed; hung"}
+    assert strikes.nodes_to_leave_out() == {"n0": "crashed; hung"}
     now.append(79.0)
-    assert strikes.struck_nodes() == {"n0": "crashed; hung"}
+    assert strikes.nodes_to_leave_out() == {"n0": "crashed; hung"}
     now.append(2.0)
-    assert strikes.struck_nodes() == {}, "the first one counts no more"
+    assert strikes.nodes_to_leave_out() == {}, "the first one counts no more"
 
 
 def test_the_next_driver_knows_the_strikes_and_damaged_records_are_none(tmp_path: Path) -> None:
     _strikes(tmp_path).add({"n0": "slow"}, count=3)
-    assert _strikes(tmp_path).struck_nodes() == {"n0": "slow"}
-    assert _strikes(tmp_path, node_strikes=0).struck_nodes() == {}
+    assert _strikes(tmp_path).nodes_to_leave_out() == {"n0": "slow"}
+    assert _strikes(tmp_path, node_strikes=0).nodes_to_leave_out() == {}
     [record] = (tmp_path / ".elastic_train/strikes").iterdir()
     for content in ('{"n0": 3}', "[[1]]", "torn", "7"):
         record.write_text(content)
-        assert _strikes(tmp_path).struck_nodes() == {}
+        assert _strikes(tmp_path).nodes_to_leave_out() == {}
 
 
-def test_runs_share_their_strikes_if_they_want(tmp_path: Path) -> None:
+def test_runs_with_shared_strikes_use_the_strikes_of_each_other(tmp_path: Path) -> None:
     for run in ("a", "b", "c"):
         own = _strikes(tmp_path / run, run, shared_strikes=True)
         own.add({"n0": "crashed"})
-        assert bool(own.struck_nodes()) == (run == "c")
-    assert _strikes(tmp_path / "d", "d", shared_strikes=True).struck_nodes() == {"n0": "crashed"}
-    assert _strikes(tmp_path / "d", "d").struck_nodes() == {}
+        assert bool(own.nodes_to_leave_out()) == (run == "c")
+    assert _strikes(tmp_path / "d", "d", shared_strikes=True).nodes_to_leave_out() == {"n0": "crashed"}
+    assert _strikes(tmp_path / "d", "d").nodes_to_leave_out() == {}
 
 
 def test_strikes_count_though_the_storage_does_not_take_them(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_strikes_count_though_the_storage_does_not_take_them(tmp_path: Path) -> 
     strikes = _strikes(tmp_path, forgive_after_seconds=0)
     began = time.monotonic()
     strikes.add({"n0": "crashed"}, count=3)
-    assert strikes.struck_nodes() == {"n0": "crashed"}
+    assert strikes.nodes_to_leave_out() == {"n0": "crashed"}
     assert time.monotonic() - began < 10
 
 

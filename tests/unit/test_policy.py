@@ -107,7 +107,7 @@ class Strikes:
     def __init__(self) -> None:
         self.struck: dict[str, str] = {}
 
-    def struck_nodes(self) -> dict[str, str]:
+    def nodes_to_leave_out(self) -> dict[str, str]:
         return self.struck
 
     def add(self, nodes: dict[str, str], count: int) -> None:
@@ -204,7 +204,7 @@ def test_a_node_with_strikes_is_left_out_unless_too_few_workers_fit_on_the_other
     state.strikes.struck = {"n0": "it crashed"}
     assert policy.start(4) == 3
     assert policy.start(4) == 3
-    assert [event.nodes for event in state.waiting] == [state.left_out] == [{"n0": "it crashed"}], "told once"
+    assert [event.nodes for event in state.waiting] == [state.left_out] == [{"n0": "it crashed"}], "published once"
     policy.taken = {1, 2, 3}  # the group that has just ended seems to hold them still
     assert policy.start(4) == 0
     later(6.0)
@@ -220,14 +220,14 @@ def test_a_straggler_is_replaced_at_a_commit_if_a_spare_node_is_there(state: Sta
     state.loops.stragglers.slow_nodes = lambda: {"n0": "slow"}
     for spare in (0, 1):
         later(2.0)
-        assert policy.grow(2 + spare) is None  # the ranks are told to save
+        assert policy.grow(2 + spare) is None  # the ranks are notified
         decision = policy.grow(2 + spare, committed=True)
         assert bool(decision) == bool(spare)
     assert (decision.num_workers, decision.reason) == (2, "commit")
     assert state.strikes.struck == {"n0": "slow"}
     state.settings.failures = FailureSettings()
     later(2.0)
-    assert policy.grow(9, committed=True) is None, "by default, it is only told of"
+    assert policy.grow(9, committed=True) is None, "by default, it is only reported"
 
 
 def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_smaller(

@@ -46,7 +46,7 @@ def inbox() -> Iterator[Inbox]:
 def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_that_cannot_be_written(
     inbox: Inbox,
 ) -> None:
-    sender = EventSender(inbox.address)
+    sender = EventSender(inbox.address, lambda: None)
     for number in range(500):
         sender.put(ev.StateChanged(state=str(number)))
     sender.put(ev.LoopWarned(problem="ranks-wait", message="no such file: 'caf\udce9'"))
@@ -91,7 +91,7 @@ def test_progress_is_dropped_and_lifecycle_is_not_until_a_sender_finds_its_drive
             with connection, connection.makefile("rb") as file:
                 return [file.readline() for _ in range(count)]
 
-        sender = EventSender(ReceiverAddress(late.getsockname()[1], "key"))
+        sender = EventSender(ReceiverAddress(late.getsockname()[1], "key"), lambda: None)
         started = time.monotonic()
         for number in range(3000):
             sender.put(ev.ControllerAlive(doing="RUNNING", seconds=number))

@@ -30,10 +30,10 @@ class _Watched:
         self.watch = StragglerWatch(self.events.append)
         self.watch.begin_group(NODES[:ranks])
 
-    def poll(self, *windows: dict[int, float], seconds: float = 1.0) -> None:
+    def poll(self, *windows: dict[int, float], seconds: float = 1.0, spread: float = 0.0) -> None:
         self.now += seconds
         reports = [
-            PhaseReport("step", 0.1, 1, {}, 1, [Window(step, seconds, 0.0) for step, seconds in sent.items()])
+            PhaseReport("step", 0.1, 1, {}, 1, [Window(step, own, spread) for step, own in sent.items()])
             for sent in windows
         ]
         self.watch.check([SimpleNamespace(phase=report) for report in reports])
@@ -88,19 +88,21 @@ def test_a_straggler_is_slow_in_three_windows_in_a_row_compared_to_the_other_ran
 
 
 @pytest.mark.parametrize(
-    "windows",
+    ("windows", "spread"),
     [
-        [{12: 1.0}, {12: 1.19}],
-        [{12: 1.0}, {24: 9.0}],  # they have no window in common
-        [{12: 1.0}, {}],
+        ([{12: 1.0}, {12: 1.19}], 0.0),
+        ([{12: 1.0}, {12: 1.59}], 0.3),  # within the spreads of both
+        ([{12: 1.0}, {24: 9.0}], 0.0),  # they have no window in common
+        ([{12: 1.0}, {}], 0.0),
     ],
 )
-def test_ranks_within_the_spread_or_without_a_common_window_are_no_stragglers(
-    monkeypatch: pytest.MonkeyPatch, windows: list[dict[int, float]]
+def test_ranks_below_the_factor_or_within_the_spread_or_without_a_common_window_are_no_stragglers(
+    monkeypatch: pytest.MonkeyPatch, windows: list[dict[int, float]], spread: float
 ) -> None:
     watched = _Watched(monkeypatch)
     for number in range(6):
-        watched.poll(*({step + 12 * number: seconds for step, seconds in sent.items()} for sent in windows))
+        sent = [{step + 12 * number: seconds for step, seconds in of_rank.items()} for of_rank in windows]
+        watched.poll(*sent, spread=spread)
     assert watched.events == []
 
 
