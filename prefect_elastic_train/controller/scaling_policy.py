@@ -293,7 +293,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         nodes = cluster_nodes()
         good = [node for node in nodes if node.id not in struck]
         room = good
-        if self._start.waited_seconds(now) < _SETTLED_SECONDS:  # the group that has just ended may still hold some
+        if not demand.held and self._start.waited_seconds(now) < _SETTLED_SECONDS:  # the last group may still hold some
             room = [replace(node, available=node.total) for node in good]
         if sizing.possible_workers(room, demand, reserved) < demand.min_workers:
             good = nodes
