@@ -151,11 +151,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 left=state.failures_left,
             )
         )
-        causes = causes_of({rank: error for rank, error in failures.items() if is_of_node(error)})
-        struck = {self._workers[rank].metadata.node_id: cause.message for cause in causes for rank in cause.ranks}
+        ranks = [rank for rank, error in failures.items() if is_of_node(error)] if self._workers else ()
+        nodes = {self._workers[rank].metadata.node_id for rank in ranks}
         # On several nodes, the one that fails first makes the others fail.
-        if len(struck) == 1 and not state.is_preempted:
-            state.strikes.add(struck)
+        if len(nodes) == 1 and not state.is_preempted:
+            state.strikes.add(dict.fromkeys(nodes, "workers crashed or hung"))
 
     @_suppress_errors
     def before_worker_group_start(self, worker_group_context: Any) -> None:

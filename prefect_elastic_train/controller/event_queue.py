@@ -114,4 +114,6 @@ class EventSender(EventQueue):
         connection = self._connection
         self._connection = None
         if connection is not None:
+            with suppress(OSError):  # it is broken
+                connection.shutdown(socket.SHUT_RDWR)  # also ends the wait for requests
             connection.close()

@@ -26,13 +26,13 @@ _STEP_SECONDS = 4.0  # shortest limit of a step
 #: Shortest limits of the other phases, which differ more. A save also waits for uploads of earlier saves.
 _PHASE_SECONDS = {"loading": 600.0, "evaluation": 600.0, "save": 3900.0}
 _FACTOR = 15.0  # limit of a phase, as a multiple of its longest duration so far
-#: Shortest limit of the first steps, largest limit that is learned, and time after which a step over its limit counts
-#: as a hang although its thread runs.
+#: Shortest limit of the first steps, and largest limit that is learned.
 _LAST_SECONDS = 1800.0
 _ANSWER_SECONDS = 30.0  # for the observations of all nodes
 _STACKS_SECONDS = 1.0  # for the stacks that py-spy cannot read
 _PAUSE_SECONDS = 15.0  # between two observations of a loop that runs
-#: A hang of s seconds counts as a duration of s / 4, so that a phase that is only slow is a hang a few times at most.
+#: A hang of s seconds counts as a duration of s / 4, and of s from `_LAST_SECONDS` on, so that a phase that is only
+#: slow is a hang a few times at most.
 _ALARM_DIVISOR = 4.0
 
 
@@ -110,7 +110,7 @@ class HangWatch:
     def _observe(self, now: float) -> None:
         """Begin to observe the loops of all ranks, with a Ray task on each node."""
         self._observed_at = now
-        threads: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        threads: Any = defaultdict(dict)  # process and thread, by node and rank
         for rank, phase in self._ranks.items():
             metadata = self._workers[rank].metadata
             threads[metadata.node_id][rank] = (metadata.pid, phase.thread_id)
@@ -135,25 +135,24 @@ class HangWatch:
         answers = [*finished_results(self._observations)]
         for _, answer in answers:
             activities |= answer
-        hung = find_hung_ranks(activities, over, len(self._workers)) or {
-            rank
-            for rank in over
-            if self._ranks[rank].name.endswith("step") and now - self._ranks[rank].seconds > _LAST_SECONDS
-        }
+        hung = find_hung_ranks(activities, over, len(self._workers))
         if not hung:
             if len(answers) == len(self._observations) or now - self._observed_at > _ANSWER_SECONDS:
                 self._observations = []
                 self._observed_at = now + _PAUSE_SECONDS
             return
         first = self._ranks[min(hung)]
+        lasted = now - first.seconds
         problem = (
-            f"no progress for {now - first.seconds:.1f} s in phase {first.name!r}, which has taken at most "
+            f"no progress for {lasted:.1f} s in phase {first.name!r}, which has taken at most "
             f"{self._longest[first.name]:.2g} s before"
         )
         texts = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
         texts |= {rank: activity.stack for rank, activity in activities.items() if activity.stack}
         if not any(activity.is_stopped for activity in activities.values()):  # else it is certain
-            self._longest[first.name] = max(self._longest[first.name], (now - first.seconds) / _ALARM_DIVISOR)
+            if lasted < _LAST_SECONDS:
+                lasted /= _ALARM_DIVISOR
+            self._longest[first.name] = max(self._longest[first.name], lasted)
         raise hang_error(problem, texts, hung, len(self._workers))
 
 

@@ -1,6 +1,5 @@
 """Strikes against nodes, on which workers crash, hang or are stragglers. A node with too many of them is left out."""
 
-import copy
 import json
 import time
 from collections import defaultdict
@@ -27,7 +26,7 @@ class NodeStrikes:
     """
 
     def __init__(self, store: RunStore, run_id: str, settings: FailureSettings) -> None:
-        self._store = copy.copy(store.with_retry_limit(_STORAGE_SECONDS))
+        self._store = store.with_retry_limit(_STORAGE_SECONDS)  # a copy
         if settings.shared_strikes:
             self._store.path = store.path.rpartition("/")[0]
         self._run_id = run_id
@@ -60,7 +59,7 @@ class NodeStrikes:
     def _read(self) -> None:
         """Read the objects that are not known yet, which other runs or attempts have written."""
         for name in self._store.names(_FOLDER):
-            if name not in self._strikes:
-                with suppress(ValueError, TypeError):  # it is damaged
+            with suppress(ValueError, TypeError):  # it is damaged
+                if name not in self._strikes and time.time() - float(name[:17]) < self._seconds:
                     content = json.loads(self._store.read(f"{_FOLDER}/{name}") or b"[]")
                     self._strikes[name] = [(float(at), str(node), str(reason)) for at, node, reason in content]

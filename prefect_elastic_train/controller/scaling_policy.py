@@ -233,6 +233,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         reason = "memory" if held else "patience"
         if target == len(workers):
             state.strikes.add(slow, failures.node_strikes)
+            self._capacity(now, held_on)  # leaves the nodes out
         return GrowthDecision(target, self._demand.resources, "commit" if committed else reason, waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:

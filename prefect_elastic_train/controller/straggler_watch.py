@@ -56,11 +56,7 @@ class StragglerWatch:
                 slow[rank] = self._slow[rank] + 1
             if slow[rank] >= _WINDOWS and rank not in self._published:
                 self._published.add(rank)
-                found = StragglerFound(
-                    rank=rank,
-                    node_id=self._workers[rank].metadata.node_id,
-                    seconds=window.seconds,
-                    usual_seconds=usual.seconds,
-                )
-                self._publish(found)
+                node_id = self._workers[rank].metadata.node_id
+                times = {"seconds": window.seconds, "usual_seconds": usual.seconds}
+                self._publish(StragglerFound(rank=rank, node_id=node_id, **times))
         self._slow = slow

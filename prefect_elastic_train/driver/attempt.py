@@ -111,7 +111,9 @@ class Attempt:
         self.recorder.emit(event)
         if isinstance(event, SESSION_EVENTS):
             self.saves_first = isinstance(event, FirstStep) and not self.spec.cluster.is_submitted
-        if not self.saves_first or (isinstance(event, CheckpointCommitted) and event.metrics["step"] >= event.step):
+        if not self.saves_first or (
+            isinstance(event, CheckpointCommitted) and event.metrics.get("step", 0) >= event.step
+        ):
             self._is_saved.set()
 
     def _handle_termination(self, number: int, frame: Any) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS, Cadence
-from prefect_elastic_train.loop.phases import PhaseReport
 from prefect_elastic_train.loop.restart_notice import train_context
 from prefect_elastic_train.storage.retries import Waits, collect_waits
 
@@ -115,11 +114,10 @@ def session_position() -> Position | None:
     )
 
 
-def session_phase() -> PhaseReport | None:
-    """Return the current phase of this worker's loop; None if it has no session."""
+def session_phase() -> Any:
+    """Return the current phase of this worker's loop, a ``PhaseReport``; None if it has no session."""
     session = _session()
-    report: PhaseReport | None = session and session.phases.report(session.done - session.began_from)
-    return report
+    return session and session.phases.report(session.done - session.began_from)
 
 
 def is_all_committed() -> bool:

@@ -19,7 +19,7 @@ from .loop_inspection import describe_stack
 #: Durations of two parts of the observation. The second one is left out if a process is stopped. A thread that waits
 #: for a DataLoader runs every 5 s.
 _SECONDS = (1.0, 9.0)
-_BUSY_SECONDS = 0.2  # of a processor, which a process uses if it computes
+_BUSY = 0.1  # share of a processor that a process uses if it computes
 _DUMP_SECONDS = 2.0  # timeout of py-spy
 
 
@@ -47,14 +47,15 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
         The activity by rank. A rank whose process has exited is missing.
     """
     before = {rank: _read_use(*thread) for rank, thread in threads.items()}
-    activities: dict[int, ThreadActivity] = {}
+    began = time.monotonic()
     for seconds in _SECONDS:
         time.sleep(seconds)
+        activities = dict[int, ThreadActivity]()
         for rank, thread in threads.items():
             runs_before, used_before, was_stopped = before[rank]
             runs, used, is_stopped = _read_use(*thread)
             if runs:
-                is_still = runs == runs_before and used - used_before < _BUSY_SECONDS
+                is_still = runs == runs_before and used - used_before < _BUSY * (time.monotonic() - began)
                 is_stopped &= was_stopped
                 stack = "is stopped (SIGSTOP) and " * is_stopped + _read_stack(*thread)
                 activities[rank] = ThreadActivity(is_stopped, is_still, stack)
@@ -66,11 +67,12 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
 def _read_use(process_id: int, thread_id: int) -> tuple[str, float, bool]:
     """Return the kernel's record of a thread's runs, the CPU seconds of its process, and whether that is stopped.
 
-    The record is empty if there is no such thread.
+    The seconds include those of child processes, also of those that have exited. The record is empty if there is no
+    such thread.
     """
     try:
         process = psutil.Process(process_id)
-        seconds = sum(sum(each.cpu_times()[:2]) for each in [process, *process.children(recursive=True)])
+        seconds = sum(sum(each.cpu_times()[:4]) for each in [process, *process.children(recursive=True)])
         runs = Path(f"/proc/{process_id}/task/{thread_id}/schedstat").read_text()
         return runs, seconds, process.status() == psutil.STATUS_STOPPED
     except (OSError, psutil.Error):

@@ -227,7 +227,7 @@ def test_a_straggler_is_replaced_at_a_commit_if_a_spare_node_is_there(state: Sta
         decision = policy.grow(2 + spare, committed=True)
         assert bool(decision) == bool(spare)
     assert (decision.num_workers, decision.reason) == (2, "commit")
-    assert state.strikes.struck == {"n0": "slow"}
+    assert state.strikes.struck == state.left_out == {"n0": "slow"}
     state.settings.failures = FailureSettings()
     later(2.0)
     assert policy.grow(9, committed=True) is None, "by default, it is only reported"
