@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def _pause(config: dict[str, Any]) -> None:
         time.sleep(config["sleep"])
 
 
+def _hang(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
+    """Wait forever where the test wants, once."""
+    mark = Path(f"{config.get('ledger')}.hung")
+    if [step, where["rank"]] == config.get("hangs") and not mark.exists():
+        mark.touch()
+        threading.Event().wait()
+
+
 def torch_loop(config: dict[str, Any]) -> None:
     """Fit a small network. A plain function without Ray too: then it is the undisturbed training of one worker.
 
@@ -67,7 +76,7 @@ def torch_loop(config: dict[str, Any]) -> None:
     after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
     while which is there a step takes ``sleep`` seconds longer); ``guard`` (arguments of the guard; default: none);
     ``bad`` (for some steps, the factor of rank 0's loss as text); ``pauses`` (seconds for which the loop sleeps after
-    some steps).
+    some steps); ``hangs`` (step and rank that waits forever, once).
     """
     import torch
     import torch.distributed as dist
@@ -115,6 +124,7 @@ def torch_loop(config: dict[str, Any]) -> None:
             if "ledger" in config:
                 write_ledger(config["ledger"], **where, step=session.done + 1, seen=seen)
             seen = []
+            _hang(config, where, session.done)
             _pause(config)
             session.step({"loss": loss})
             _disturb(config, where, session.done)
