@@ -37,6 +37,7 @@ class SessionTraining:
         shards: int = 0,
         sleep: float = 0.2,
         pauses: dict[str, float] | None = None,
+        hangs: tuple[int, int] | None = None,
         **more: Any,
     ) -> None:
         self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
@@ -51,6 +52,7 @@ class SessionTraining:
             "recovery_points": recovery_points,
             "dies_within": dies_within or {},
             "pauses": pauses or {},
+            "hangs": hangs,
         }
         self.arguments = dict[str, Any](
             loop=f"tests.support.session_loops:{self._loop.__name__}",
