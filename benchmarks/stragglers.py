@@ -1,7 +1,7 @@
-"""How soon a rank that is slower than the other one is found: `python -m benchmarks.stragglers --repeats 10`.
+"""How soon a rank that is slower than the other one is reported: `python -m benchmarks.stragglers --repeats 10`.
 
-Two processes train with DDP on gloo, each on a processor of its own. From a step on, a busy process takes a part of the
-second processor, or the same part of both. The windows that both sessions measure are compared as the controller does.
+Two processes train with DDP on gloo, each pinned to one CPU core. After some steps, a busy process uses a part of the
+second core, or the same part of both. The windows that both sessions measure are compared as the controller does.
 Without Ray and Prefect.
 """
 
