@@ -119,6 +119,7 @@ class Episode:
                 **dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 100),
                 "driver_restart_delay_seconds": 0.2,
                 "stall_timeout_seconds": 20,
+                "node_strikes": 0,  # all nodes are killed again and again
             },
             "environment": {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": 20},
             "scaling": {**scaling, **often},

@@ -23,7 +23,9 @@ def test_a_node_whose_workers_die_is_left_out_until_there_is_no_other(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
     bad, *good = [cluster.add_gpu() for _ in range(3)]
-    training = SessionTraining(start, tmp_path, scaling=SCALING, recovery_points=1, cluster=cluster.block)
+    training = SessionTraining(
+        start, tmp_path, scaling=SCALING, recovery_points=1, node_strikes=3, cluster=cluster.block
+    )
     group = training.group(3)
     for workers in (3, 3, 2):
         [worker] = [line for line in group if line["node"] == bad]

@@ -96,7 +96,7 @@ def test_placement_group_that_outlives_its_killed_driver_is_removed_if_it_is_our
 ) -> None:
     cluster.add(num_cpus=1)
     command = sys.executable, "-m", "tests.support.orphans", cluster.address, name
-    removed, kept = map(int, call(*command, env=cluster.environment).splitlines()[-1].split())
+    removed, kept = map(int, call(*command, env=cluster.environment, timeout=300).splitlines()[-1].split())
     assert (removed > 0, kept == 0) == (name != "another.program",) * 2
 
 

@@ -38,6 +38,7 @@ class SessionTraining:
         sleep: float = 0.2,
         pauses: dict[str, float] | None = None,
         hangs: tuple[int, int] | None = None,
+        node_strikes: int = 0,
         **more: Any,
     ) -> None:
         self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
@@ -60,7 +61,11 @@ class SessionTraining:
             torch_backend="gloo" if framework == "torch" else None,  # GPUs are pretended ones
             config={**self._config, **disturbed, "fsdp": fsdp},
             scaling=scaling,
-            failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
+            failures={
+                **dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10),
+                "max_failures": -1,
+                "node_strikes": node_strikes,
+            },
             **more,
         )
         self.flow: FlowProcess = start(**self.arguments)
