@@ -54,7 +54,7 @@ class ControllerState:
         standbys: The standby workers.
         keepers: The keepers of recovery points.
         strikes: The strikes against nodes.
-        left_out: Ids of the nodes that the run avoids, with the reasons.
+        left_out: Ids of the nodes that the next worker group does not use, with the reasons.
         phases: Seconds that each phase of the start of a worker group took.
         failures: Errors of the ranks in the last poll or start of a worker group, for the failure decision that
             follows.

@@ -7,8 +7,8 @@ from typing import Any
 
 from prefect_elastic_train.core.events import Event, StragglerFound
 
-_FACTOR = 1.2  # of the usual time
-_WINDOWS = 3  # in a row
+_FACTOR = 1.2  # smallest time of a straggler, as a multiple of the usual time
+_WINDOWS = 3  # in a row, in which a rank is slow
 _INTERVAL_SECONDS = 1.0  # between two windows that are compared: those of fast steps are short
 
 
@@ -47,10 +47,10 @@ class StragglerWatch:
             return
         self._compared_step = step
         self._next_at = now + _INTERVAL_SECONDS
-        own = [of_rank[step] for of_rank in windows]
-        usual = sorted(own, key=lambda window: window.seconds)[(len(own) - 1) // 2]
+        compared = [of_rank[step] for of_rank in windows]
+        usual = sorted(compared, key=lambda window: window.seconds)[(len(compared) - 1) // 2]
         slow = Counter[int]()
-        for rank, window in enumerate(own):
+        for rank, window in enumerate(compared):
             limit = max(_FACTOR * usual.seconds, usual.seconds + usual.spread + window.spread)
             if window.seconds > limit:
                 slow[rank] = self._slow[rank] + 1

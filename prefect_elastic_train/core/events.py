@@ -121,7 +121,7 @@ class FirstStep(Event):
 
 
 class LoopWarned(Event):
-    """The loop ignored its checkpoint, never saved one, has ranks that wait for others, or has ceased to report."""
+    """The loop ignored its checkpoint, never saved one, has ranks that wait for others, or has stopped reporting."""
 
     problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait", "no-report"]
     message: str
@@ -138,7 +138,7 @@ class StragglerFound(Event):
 
 
 class NodesLeftOut(Event):
-    """The nodes that the run avoids changed: ``nodes`` maps the id of each to the reasons. Empty: it avoids none."""
+    """The nodes that are left out changed: ``nodes`` maps the id of each to the reasons. Empty: none is left out."""
 
     nodes: dict[str, str]
 

@@ -62,7 +62,7 @@ class Phases:
         self._thread_id = threading.get_native_id()
         self._work: list[list[Any]] = []  # begin and end of the rank's own work on each batch of the step
         self._work_before: list[list[Any]] = []  # the same of the step before
-        self._times: list[float] = []  # of the steps of the current window
+        self._times: list[float] = []  # seconds for each step of the current window
         self._windows: deque[Window] = deque(maxlen=_WINDOWS)
 
     def begin_work(self) -> None:
