@@ -68,6 +68,7 @@ class HangWatch:
         self._workers = workers
         #: The phase of each rank by its newest answer; ``seconds`` is its begin by the clock of this process.
         self._ranks: dict[int, PhaseReport] = {}
+        self._answered: dict[int, float] = {}  # when each rank did so last
         self._observations: list[Any] = []
         self._observed_at = 0.0  # start of the current observation, or the earliest one of the next
 
@@ -84,7 +85,10 @@ class HangWatch:
             for rank, phase in self._ranks.items()
             if now - phase.seconds > phase_limit(phase.name, self._longest[phase.name], phase.steps)
         }
-        if not over:
+        # A rank that does not answer may be stopped, in any phase.
+        silence = phase_limit("step", self._longest["step"], LEARNING_STEPS)
+        is_silent = any(now - self._answered[rank] > silence for rank in self._ranks)
+        if not over and not is_silent:
             self._observations = []
         elif self._observations:
             self._judge(now, over)
@@ -96,6 +100,7 @@ class HangWatch:
         for rank, status in enumerate(statuses):
             report: PhaseReport | None = getattr(status, "phase", None)
             if report is not None and status.running:
+                self._answered[rank] = now
                 self._ranks[rank] = report._replace(seconds=now - report.seconds)
                 for phase, seconds in report.longest.items():
                     self._longest[phase] = max(self._longest[phase], seconds)
@@ -135,7 +140,7 @@ class HangWatch:
         answers = [*finished_results(self._observations)]
         for _, answer in answers:
             activities |= answer
-        hung = find_hung_ranks(activities, over, len(self._workers))
+        hung = find_hung_ranks(activities, over, len(self._workers)) & self._ranks.keys()
         if not hung:
             if len(answers) == len(self._observations) or now - self._observed_at > _ANSWER_SECONDS:
                 self._observations = []

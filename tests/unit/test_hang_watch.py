@@ -172,6 +172,18 @@ def test_a_rank_is_observed_once_it_exceeds_the_limit_of_its_phase_also_if_it_do
     assert watched.observations == 1
 
 
+def test_a_rank_that_does_not_answer_is_observed_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = _Watched(monkeypatch)
+    saving = [SimpleNamespace(running=True, phase=_report("save", 0.1)), SimpleNamespace(running=True)]
+    watched.poll(_report("save", 0.1), _report("save", 0.1))
+    watched.now += 4.4
+    watched.watch.check(saving)
+    assert watched.observations == 0
+    watched.now += 0.2
+    watched.watch.check(saving)
+    assert watched.observations == 1
+
+
 def test_ranks_that_have_left_their_session_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = _Watched(monkeypatch)
     watched.poll(_report("step", 0.1), _report("step", 0.1))
