@@ -155,7 +155,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         nodes = {self._workers[rank].metadata.node_id for rank in ranks}
         # On several nodes, the one that fails first makes the others fail.
         if len(nodes) == 1 and not state.is_preempted:
-            state.strikes.add(dict.fromkeys(nodes, "workers crashed or hung"))
+            state.strikes.add(dict.fromkeys(nodes, "workers crashed, hung or had wrong results"))
 
     @_suppress_errors
     def before_worker_group_start(self, worker_group_context: Any) -> None:

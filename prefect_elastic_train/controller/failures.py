@@ -32,6 +32,7 @@ class HungLoopError(Exception):
     The message has the stacks of its threads.
     """
 
+    is_of_node = True
     is_consequence = False  # True if the rank waits for one that hangs
 
 
@@ -135,8 +136,10 @@ def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
 
 
 def is_of_node(failure: Exception) -> bool:
-    """Return True if a rank's failure is a strike against its node: its process died, or it hangs."""
-    return is_death(failure) or (isinstance(failure, HungLoopError) and not failure.is_consequence)
+    """Return True if a rank's failure is a strike against its node: it died, hangs or has wrong results."""
+    return is_death(failure) or (
+        getattr(getattr(failure, "_base_exc", failure), "is_of_node", False) and not _is_consequence(failure)
+    )
 
 
 def _is_consequence(failure: Exception) -> bool:

@@ -161,12 +161,14 @@ class BatchPosition(NamedTuple):
         part: Index of the micro batch or shard in the step.
         parts: Number of micro batches of each rank, or number of shards of all ranks.
         is_last: True for the rank's last batch of the step.
+        replay: Number of the replay in its step, from 1. 0: no replay.
     """
 
     step: int
     part: int
     parts: int
     is_last: bool
+    replay: int = 0
 
 
 def shards_of(rank: int, world_size: int, shards: int) -> range:
@@ -188,6 +190,8 @@ class StepBatches:
         micro_batch: Largest number of samples of a batch. A step then has several batches, equally many on each rank.
             0: one batch a step.
         shards: Number of shards of a step, over all ranks. Each shard is a batch. 0: no shards.
+        replay_every: Interval, with shards, of the steps that begin with three shards to replay: this rank's first one,
+            and those of the next two ranks. 0: none.
 
     Example::
 
@@ -202,6 +206,7 @@ class StepBatches:
     world_size: int = 1
     micro_batch: int = 0
     shards: int = 0
+    replay_every: int = 0
 
     @property
     def share(self) -> tuple[int, int]:
@@ -214,6 +219,10 @@ class StepBatches:
             largest_share = math.ceil(self.order.size(step) / self.world_size)
             parts = math.ceil(largest_share / self.micro_batch) if self.micro_batch else self.shards or 1
             own = shards_of(self.rank, self.world_size, self.shards) or range(parts)
+            if self.replay_every and (step + 1) % self.replay_every == 0:
+                for number in range(3):
+                    part = shards_of((self.rank + number) % self.world_size, self.world_size, self.shards)[0]
+                    yield BatchPosition(step, part, parts, False, number + 1)
             yield from (BatchPosition(step, part, parts, part == own[-1]) for part in own)
 
     def arrays(self) -> Iterator[Indices]:
@@ -221,7 +230,7 @@ class StepBatches:
         chunk_batches = 1 + _CHUNK_SAMPLES // (1 + self.order.global_batch // self.world_size)
         for epoch, positions in groupby(self.positions(), key=lambda position: self.order.epoch(position.step)):
             while chunk := list(islice(positions, chunk_batches)):
-                bounds = [self.order.bounds(step, *self.share, part, parts) for step, part, parts, _ in chunk]
+                bounds = [self.order.bounds(step, *self.share, part, parts) for step, part, parts, *_ in chunk]
                 # A rank without a share gets one sample, since it takes part in collective operations.
                 ranges = [np.arange(begin, max(end, begin + 1)) for begin, end in bounds]
                 samples = self.order.samples(epoch, np.concatenate(ranges))
@@ -231,4 +240,4 @@ class StepBatches:
         return (samples.tolist() for samples in self.arrays())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.positions()) if self.micro_batch or self.shards else len(self.steps)
+        return sum(1 for _ in self.positions())

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from .recovery_points import ByteArray, RankState, RecoveryPointError, threads
+from .replays import Replays
 from .shard_gradients import ShardGradients
 from .state import State, StateMismatchError
 
@@ -145,6 +146,10 @@ class TorchState(State):
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> ShardGradients:
         """Create the ``ShardGradients`` of the modules. Call it on all ranks together."""
         return ShardGradients(self._modules.values(), rank, world_size, shards)
+
+    def replays(self, rank: int, world_size: int, shards: int) -> Replays:
+        """Create the ``Replays`` of the modules. Call it on all ranks together."""
+        return Replays(self._modules.values(), rank, world_size, shards)
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the state into main memory, and return a function that writes this rank's shards to ``directory``.

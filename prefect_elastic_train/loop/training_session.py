@@ -39,6 +39,10 @@ SESSION_FILE = "loop.json"  # file of a checkpoint, with the session's metadata
 _REPORT_SECONDS = (5.0, 100.0)
 #: Within these, the time between two reports as a multiple of a report's duration. It waits for Ray's controller.
 _REPORT_TIMES = 200.0
+_BACKWARD_RULES = (
+    "with shards or replay_every, use session.batches, call session.backward(loss) instead of loss.backward() for each "
+    "batch, and optimizer.step() and session.step() only if session.is_last_part"
+)
 _WRITE_SECONDS = 3600.0  # timeout of a save that waits for the upload of the save before
 
 #: Module state, read from outside to show the loop's progress: the session of this worker process.
@@ -112,6 +116,9 @@ class Session(AbstractContextManager["Session"]):
             worker. A restarted worker group continues from the newest one if it is newer than the newest checkpoint.
             ``"auto"`` computes the interval from the failures of this run and the measured cost of a point, which
             blocks the loop for at most 1 % of the time. ``"off"``: restarts continue from checkpoints.
+        replay_every: Interval in steps between replays, which find wrong results of damaged hardware: a batch is
+            computed again, with ``shards`` by another rank, and the gradients and weights are compared bit by bit. Call
+            :meth:`backward`, and the optimizer and :meth:`step` only if :attr:`is_last_part`. 0: no replays.
         guard: The :class:`Guard` against losses and weights that are not finite numbers, and loss spikes. None: nothing
             is checked.
 
@@ -126,6 +133,7 @@ class Session(AbstractContextManager["Session"]):
             sum over the ranks instead of averaging.
         samples: Indices of the current batch's samples, an int64 array.
         is_last_part: True if the current batch is the last of its step.
+        is_replay: True if the current batch is a replay: its gradients are only compared. Leave it out of metrics.
         began_at: Start of this worker's first step, in seconds since the epoch; 0.0 before. It is the time of the first
             batch from :meth:`batches`, or, without, the time at which the session was created.
         began_from: Value of ``done`` before this worker's first step.
@@ -156,9 +164,11 @@ class Session(AbstractContextManager["Session"]):
     weight = 1.0
     samples: Indices = np.zeros(0, dtype=np.int64)
     is_last_part = True
+    is_replay = False
     began_at = 0.0
     held_for = 0  # number of the announced growth for which this rank waits, with its state in memory; 0: none
     _in_batches = False  # the loop is working on a batch of `batches`
+    _has_gradients = False  # it has called `backward` for it
     _is_open = False  # the last step is not yet saved or reported
     _must_save = False  # the last step must be saved
     _must_report = False  # the last step must be reported, with a checkpoint or without
@@ -180,6 +190,7 @@ class Session(AbstractContextManager["Session"]):
         shards: int = 0,
         mesh: Any = None,
         recovery_points: int | str = "off",
+        replay_every: int = 0,
         guard: Guard | None = None,
     ) -> None:
         global current
@@ -248,6 +259,13 @@ class Session(AbstractContextManager["Session"]):
         self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
         if self._gradients:
             self._record_environment(self._gradients)
+        if replay_every < 0 or (replay_every and mesh is not None):
+            raise ValueError(f"replay_every={replay_every}: must be at least 0, and a mesh is not supported")
+        self._replay_every = replay_every
+        self._replays: Any = state.replays(self.rank, self.world_size, shards) if replay_every else None
+        if self._replays and not self._replays.is_supported:
+            logger.warning("No replays: the ranks have different hardware, versions or settings")
+            self._replay_every = 0
         current = self
         if states:  # repeat a required save now, if the restored step is one on rank 0
             self._is_open = True
@@ -338,10 +356,13 @@ class Session(AbstractContextManager["Session"]):
         self._step_samples = []
         if self._shards and micro_batch:
             raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
-        sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch, self._shards)
+        steps = range(self.done, self.end)
+        sampler = StepBatches(
+            order, steps, *self._share, micro_batch, self._shards, self._replay_every * bool(self._shards)
+        )
         loaded = load(dataset, sampler, loader)
         self.phases.begin("loading")
-        for (step, part, parts, is_last), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
+        for (step, part, parts, is_last, replay), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
             if self.done != step:
                 raise LoopError(
                     f"rank {self.rank} requested the batch of step {step}, but has done {self.done} steps: "
@@ -354,24 +375,35 @@ class Session(AbstractContextManager["Session"]):
                     self._complete_step(None, False)
                     self._close_step()
                 continue
-            self.samples = samples
-            self.is_last_part = is_last
-            self.weight = order.weight(step, *sampler.share, part, parts)
-            if self._gradients:
-                self._gradients.begin(part, self.weight)
-                seed_everything(self._seed, step, part)
-            if self.weight and self._is_counted:
-                self._step_samples.append(samples)
-            self.began_at = self.began_at or time.time()
-            self._in_batches = True
-            self.phases.begin("step" if self.done > self.began_from else "first step")
-            self.phases.begin_work()
-            try:
-                yield batch
-            finally:
-                self._in_batches = False
-            self._close_step()
-            self.phases.begin("loading")
+            is_twice = self._replay_every and not self._shards and part == 0 and (step + 1) % self._replay_every == 0
+            for number in (1, 2, 0) if is_twice else (replay,):
+                if number and not self._replays.begin(number):
+                    continue
+                self.samples = samples
+                self.is_last_part = is_last and not number
+                self.is_replay = number > 0
+                self.weight = order.weight(step, *sampler.share, part, parts)
+                if self._gradients:
+                    if not number:
+                        self._gradients.begin(part, self.weight)
+                    seed_everything(self._seed, step, part)
+                if self.weight and self._is_counted and not number:
+                    self._step_samples.append(samples)
+                self.began_at = self.began_at or time.time()
+                self._has_gradients = False
+                self._in_batches = True
+                self.phases.begin("step" if self.done > self.began_from else "first step")
+                self.phases.begin_work()
+                try:
+                    yield batch
+                finally:
+                    self._in_batches = False
+                if number:
+                    if not self._has_gradients:
+                        raise LoopError(_BACKWARD_RULES)
+                    self._replays.end(step)
+                self._close_step()
+                self.phases.begin("loading")
         self.phases.begin("evaluation")
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
@@ -409,11 +441,13 @@ class Session(AbstractContextManager["Session"]):
         Args:
             loss: Mean over the batch, multiplied by :attr:`weight`: a tensor.
         """
-        if self._gradients is None:
+        self._has_gradients = True
+        gradients = self._replays if self.is_replay else self._gradients
+        if gradients is None:
             loss.backward()
             return
-        self._gradients.backward(loss)
-        if self.is_last_part:  # for the optimizer, the same random numbers on all ranks
+        gradients.backward(loss)
+        if self._gradients and self.is_last_part:  # for the optimizer, the same random numbers on all ranks
             seed_everything(self._seed, self.done, self._shards)
 
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
@@ -434,11 +468,8 @@ class Session(AbstractContextManager["Session"]):
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
-        if self._gradients and not (self._in_batches and self._gradients.has_gradients and self.is_last_part):
-            raise LoopError(
-                "with shards, use session.batches, call session.backward(loss) instead of loss.backward() for each "
-                "batch, and optimizer.step() and session.step() only if session.is_last_part"
-            )
+        if (self._gradients or self._replays) and not (self._in_batches and self._has_gradients and self.is_last_part):
+            raise LoopError(_BACKWARD_RULES)
         self.began_at = self.began_at or self._entered_at
         if self._guard:
             self._guard.check(metrics or {}, self.done, self._about.get("skipped", []))

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from itertools import count
 from operator import iadd
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,9 @@ def train(config: dict[str, Any]) -> None:
     """Train, and write a hash of the state into the file ``digest`` with the number of the rank.
 
     Config: ``steps``; ``dtype`` (of the weights; "amp": mixed precision with a gradient scaler); ``num_workers`` (of
-    the data loader); ``digest`` (file).
+    the data loader); ``digest`` (file); ``shards`` (0: DDP with micro batches); ``replay_every``; ``flip`` (for a
+    flipped bit: "weights" after a step, or "gradients" from a step on, without shards each second time; the step, the
+    rank, the parameter and the bit).
     """
     import torch
 
@@ -73,13 +76,29 @@ def train(config: dict[str, Any]) -> None:
     is_mixed = config["dtype"] == "amp"
     model = model_of("float32" if is_mixed else config["dtype"])
     scaler = torch.amp.GradScaler("cpu", enabled=is_mixed)
+    shards = config["shards"]
+    if not shards and torch.distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config["steps"])
     state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
-    with loop.session(state, steps=config["steps"], global_batch=GLOBAL_BATCH, seed=3, shards=SHARDS) as session:
-        for images, labels in session.batches(Images(), num_workers=config["num_workers"]):
+    plan = {"shards": shards, "replay_every": config["replay_every"]}
+    options = {"num_workers": config["num_workers"], "micro_batch": 0 if shards else 4}
+    parameters = [*model.parameters()]
+    with loop.session(state, steps=config["steps"], global_batch=GLOBAL_BATCH, seed=3, **plan) as session:
+        kind, at, where, number, bit = config["flip"]
+        is_here = where == session.rank
+        calls = count()
+
+        def hook(values: Any) -> Any:
+            is_flipped = session.done >= at and (shards or next(calls) % 2)
+            return _flip(values.clone(), bit) if is_flipped else values
+
+        if is_here and kind == "gradients":
+            parameters[number].register_hook(hook)
+        for images, labels in session.batches(Images(), **options):
             with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-                scores = model(images.to(model[0].weight.dtype))
+                scores = model(images.to(parameters[0].dtype))
             loss = torch.nn.functional.cross_entropy(scores.float(), labels) * session.weight
             session.backward(scaler.scale(loss))
             if not session.is_last_part:
@@ -90,7 +109,16 @@ def train(config: dict[str, Any]) -> None:
             scaler.update()
             schedule.step()
             session.step({"loss": loss})
+            if is_here and kind == "weights" and session.done == at:
+                _flip(parameters[number].data, bit)
     Path(f"{config['digest']}.{session.rank}").write_text(digest(model, optimizer))
+
+
+def _flip(values: Any, bit: int) -> Any:
+    """Flip a bit of the first element."""
+    flat = values.view(-1).view(_torch().int32)
+    flat[0] ^= 1 << bit
+    return values
 
 
 def digest(*parts: Any) -> str:
@@ -115,13 +143,25 @@ def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[float,
         The hashes of all ranks; and for each half of the exchange of a bucket by the last rank, half of the bytes of
         the bucket and those that it sent.
     """
-    config = {"steps": 12, "dtype": "float32", "num_workers": 0, "bucket_bytes": 2**20, **config}
     with tempfile.TemporaryDirectory() as folder:
-        config["digest"] = f"{folder}/digest"
-        command = [sys.executable, "-m", __name__, str(world_size), json.dumps(config)]
-        subprocess.run(command, check=True, timeout=600)
+        _run(folder, world_size, config).check_returncode()
         sent = json.loads(Path(f"{folder}/digest.sent").read_text())
         return {file.read_text() for file in Path(folder).glob("digest.[0-9]")}, sent
+
+
+def wrong_results(world_size: int, **config: Any) -> list[str]:
+    """Train with replays, and return the errors of the ranks with wrong results."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run(folder, world_size, config)
+        return [file.read_text() for file in sorted(Path(folder).glob("digest.*.wrong"))]
+
+
+def _run(folder: str, world_size: int, config: dict[str, Any]) -> subprocess.CompletedProcess[bytes]:
+    """Train with so many workers in processes of their own."""
+    config = {"steps": 12, "dtype": "float32", "num_workers": 0, "bucket_bytes": 2**20, **config}
+    config = {"shards": SHARDS, "replay_every": 0, "flip": ["", 0, 0, 0, 0], "digest": f"{folder}/digest", **config}
+    command = [sys.executable, "-m", __name__, str(world_size), json.dumps(config)]
+    return subprocess.run(command, check=False, timeout=600)
 
 
 def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
@@ -129,6 +169,7 @@ def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from prefect_elastic_train.loop import shard_gradients, training_session
+    from prefect_elastic_train.loop.replays import WrongResultError
 
     rendezvous = Path(config["digest"]).with_name("rendezvous")
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -143,7 +184,11 @@ def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     shard_gradients._BUCKET_BYTES = config["bucket_bytes"]
     _mutate(config.get("mutant", ""), rank)
     sent = _count_sent(world_size)
-    train(config)
+    try:
+        train(config)
+    except WrongResultError as error:
+        Path(f"{config['digest']}.{rank}.wrong").write_text(str(error))
+        sys.exit(1)
     if rank == world_size - 1:
         Path(f"{config['digest']}.sent").write_text(json.dumps(sent))
     dist.destroy_process_group()
