@@ -5,9 +5,9 @@
 without.
 `restore`: seconds that a session takes to restore a recovery point after a kill, and the checkpoint files it reads.
 `overhead`: steps a second with a session's batches and step, to a loop written by hand. `shards`: the time of a step
-of two workers with shards, to that of DistributedDataParallel. `cadence`: the share of time
-that is kept with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings
-whose worker is killed again and again.
+of two workers with shards, to that of DistributedDataParallel. `replays`: the time of a step with replays, to that of
+one without, and the errors in 10,000 steps. `cadence`: the share of time that is kept with the interval that the
+session chooses, to the best fixed one, simulated. `run`: the same in trainings whose worker is killed again and again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from benchmarks.checkpoint import BUCKET, LATENCY_SECONDS, LOCAL_FOLDER, s3_sett
 from benchmarks.common import base_environment, machine_lines, markdown_table, parse_arguments, ratio_target, summary
 from prefect_elastic_train import loop
 from tests.support.s3 import FaultProxy, MotoServer
+from tests.support.shard_loops import digests
 
 MIB = 2**20
-PARTS = ("blocked", "points", "restore", "overhead", "shards", "cadence", "run")
+PARTS = ("blocked", "points", "restore", "overhead", "shards", "replays", "cadence", "run")
 SIZES = (100 * MIB, 1024 * MIB)
 SAVES = 5
 POINTS, WARM_POINTS = 20, 10
@@ -39,6 +40,7 @@ POINTS, WARM_POINTS = 20, 10
 POINT_STEP_SECONDS, POINT_BYTES, POINT_STEPS = 0.3, 16 * MIB, 100
 OVERHEAD_STEPS, OVERHEAD_ROUNDS = 50, 60
 SHARDS, SHARD_WORKERS, SHARD_BATCH, SHARD_STEPS, SHARD_ROUNDS = 16, 2, 128, 5, 12
+REPLAY_STEPS = 10_000
 #: Simulated: mean time between failures and seconds that a save takes; and what a restart takes.
 FAILURES, COSTS, RESTART_SECONDS = (300, 1800, 7200, 86400), (1, 5, 20, 60, 120), 30.0
 SEEDS, WEEK = 4, 7 * 86400.0
@@ -250,6 +252,36 @@ def shards_loop(config: dict[str, Any]) -> None:
         Path(config["results"]).write_text(json.dumps({name: rounds[1:] for name, rounds in found.items()}))
 
 
+def replays_loop(config: dict[str, Any]) -> None:
+    """Take steps of which each second one has replays, and write the seconds of those without and with."""
+    import ray.train
+    import torch
+
+    torch.set_num_threads(1)
+    model, inputs = _shard_model(config["model"])
+    if not config["shards"]:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    data = (inputs, torch.randint(0, 10, (len(inputs),)))
+    plan = {"steps": 2 * SHARD_STEPS * SHARD_ROUNDS, "global_batch": SHARD_BATCH, "shards": config["shards"]}
+    found: list[list[float]] = [[], []]
+    state = loop.TorchState(model=model, optimizer=optimizer)
+    with loop.session(state, save_every="10000s", replay_every=2, **plan) as session:
+        micro_batch = 0 if config["shards"] else SHARD_BATCH // SHARDS
+        began = time.monotonic()
+        for samples, labels in session.batches(data, micro_batch=micro_batch):
+            loss = torch.nn.functional.cross_entropy(model(samples), labels)
+            session.backward(loss * session.weight)
+            if session.is_last_part:
+                optimizer.step()
+                optimizer.zero_grad()
+                session.step()
+                found[(session.done - 1) % 2].append(time.monotonic() - began)
+                began = time.monotonic()
+    if ray.train.get_context().get_world_rank() == 0:
+        Path(config["results"]).write_text(json.dumps([seconds[SHARD_STEPS:] for seconds in found]))
+
+
 def killed_loop(config: dict[str, Any]) -> None:
     """Take steps for a while, and be killed again and again; write what was done when the time was over."""
     model = _model(config["bytes"])
@@ -409,6 +441,25 @@ def measure_shards(repeats: int) -> list[str]:
         rows += [[model, name, summary(each, 1)] for name, each in found.items()]
         targets.append(ratio_target(f"a step [ms], {model}", found["shards"], found["DDP, micro-batches"], limit=1.05))
     print(markdown_table(["model", "loop", "ms a step"], rows))
+    return targets
+
+
+def measure_replays(repeats: int) -> list[str]:
+    """Print the time of steps with replays and without, and return the targets."""
+    rows, targets = [], []
+    for model in ("convolutions of width 16", "convolutions of width 32", "linear"):
+        for name, shards in {"16 shards": SHARDS, "DDP, 8 micro-batches": 0}.items():
+            found: list[list[float]] = [[], []]
+            for _ in range(repeats):
+                rounds = train("replays_loop", model=model, shards=shards, workers=SHARD_WORKERS)
+                for each, seconds in zip(found, rounds, strict=True):
+                    each += [1000 * one for one in seconds]
+            rows.append([model, name, *(summary(each, 1) for each in found)])
+            targets.append(ratio_target(f"a step [ms], {model}, {name}", found[1], found[0], limit=2.2))
+    print(markdown_table(["model", "loop", "ms a step", "ms a step with replays"], rows))
+    for shards in (4, 0):
+        digests(3, shards=shards, replay_every=1, steps=REPLAY_STEPS, limit_seconds=3600)  # raises an error
+        targets.append(f"- errors of {REPLAY_STEPS} steps with replays, 3 ranks, {shards} shards: 0: PASS")
     return targets
 
 

@@ -56,7 +56,7 @@ class Replays:
         if any(isinstance(each, DTensor) or each.itemsize > 8 for each in self._parameters()):
             raise TypeError("replay_every does not support sharded parameters, such as of FSDP2, and complex128")
         environments = self._gather(environment())
-        self.is_supported = environments.count(environments[0]) == world_size
+        self.is_supported = environments.count(environments[0]) == len(environments)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for module in self._modules for parameter in module.parameters()]
@@ -89,17 +89,13 @@ class Replays:
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = syncs
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of the replay."""
-        loss.backward()
-        self._checksums.append(_checksum(each.grad for each in self._parameters() if each.grad is not None))
-
     def end(self, step: int) -> None:
         """Undo the effects of a replay, and compare the results of all ranks if there are enough.
 
         Raises:
             WrongResultError: This rank has a wrong result, or one of several that differ.
         """
+        self._checksums.append(_checksum(each.grad for each in self._parameters() if each.grad is not None))
         self._clear(syncs=True)
         restore_random_state(self._random)
         with torch.no_grad():

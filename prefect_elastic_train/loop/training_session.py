@@ -442,12 +442,11 @@ class Session(AbstractContextManager["Session"]):
             loss: Mean over the batch, multiplied by :attr:`weight`: a tensor.
         """
         self._has_gradients = True
-        gradients = self._replays if self.is_replay else self._gradients
-        if gradients is None:
+        if self._gradients is None or self.is_replay:
             loss.backward()
             return
-        gradients.backward(loss)
-        if self._gradients and self.is_last_part:  # for the optimizer, the same random numbers on all ranks
+        self._gradients.backward(loss)
+        if self.is_last_part:  # for the optimizer, the same random numbers on all ranks
             seed_everything(self._seed, self.done, self._shards)
 
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:

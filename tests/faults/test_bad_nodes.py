@@ -39,5 +39,5 @@ def test_a_node_whose_workers_die_is_left_out_until_there_is_no_other(
     sizes = training.end(attempts=1, worker_failures=5)
     assert (sizes[:4], sizes[-2:]) == ([3, 3, 3, 2], [1, 1])
     left_out, used_again = history(training.flow.run, NodesLeftOut)
-    assert left_out.nodes == {bad: "workers crashed or hung"}
+    assert left_out.nodes == {bad: "workers crashed, hung or had wrong results"}
     assert used_again.nodes == {}

@@ -38,7 +38,8 @@ def test_a_stopped_rank_is_found_in_seconds_with_its_stack_and_the_group_is_rest
 def test_a_rank_that_waits_for_a_lock_is_found_and_the_group_is_restarted(
     start: Start, head: RayHead, tmp_path: Path
 ) -> None:
-    training = SessionTraining(start, tmp_path, sleep=0.1, recovery_points=1, hangs=(70, 1), cluster=head.block)
+    hang = {"hangs": (70, 1)}
+    training = SessionTraining(start, tmp_path, sleep=0.1, recovery_points=1, disturbances=hang, cluster=head.block)
     training.group(2, steps=60)
     hung = wait_for(lambda: [*tmp_path.glob("*.hung")], 60, "the hang")[0].stat().st_mtime
     training.group(2)
@@ -51,9 +52,10 @@ def test_a_rank_that_waits_for_a_lock_is_found_and_the_group_is_restarted(
 
 
 @pytest.mark.full
-def test_a_slow_evaluation_is_no_hang(start: Start, head: RayHead, tmp_path: Path) -> None:
-    pauses = {"60": 18.0, "90": 18.0}
-    training = SessionTraining(start, tmp_path, sleep=0.05, pauses=pauses, cluster=head.block)
+def test_slow_evaluations_saves_and_batches_are_no_hang(start: Start, head: RayHead, tmp_path: Path) -> None:
+    """Each takes at least 60 times as long as a step of 0.3 s; that sample is the first of an epoch."""
+    slow = {"pauses": {"60": 18.0, "90": 18.0}, "slow_save": (5, 60.0), "slow_sample": (801, 20.0)}
+    training = SessionTraining(start, tmp_path, sleep=0.3, disturbances=slow, cluster=head.block)
     training.group(2, steps=100)
     assert training.end(attempts=1, worker_failures=0) == [2]
     assert history(training.flow.run, LoopWarned) == []

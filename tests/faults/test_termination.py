@@ -54,7 +54,9 @@ def test_terminated_workers_drivers_and_flow_processes_save_and_no_step_is_done_
 
 @pytest.mark.full
 def test_a_second_signal_ends_at_once(start: Start, head: RayHead, tmp_path: Path) -> None:
-    training = SessionTraining(start, tmp_path, save_every=NEVER, pauses={"20": 60.0}, cluster=head.block)
+    training = SessionTraining(
+        start, tmp_path, save_every=NEVER, disturbances={"pauses": {"20": 60.0}}, cluster=head.block
+    )
     training.group(2, steps=20)
     time.sleep(1)
     flow: FlowProcess = training.flow

@@ -67,6 +67,37 @@ def _hang(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
         threading.Event().wait()
 
 
+def _flip(config: dict[str, Any], where: dict[str, Any], step: int, weights: Any) -> None:
+    """Flip a bit of the first of some weights, where the test wants, once."""
+    mark = Path(f"{config.get('ledger')}.flipped")
+    if [step, where["rank"]] == config.get("flips") and not mark.exists():
+        mark.touch()
+        weights.detach().numpy().view("int64")[0] ^= 1 << 40
+
+
+class _Slow:
+    """A function or dataset, of which one call or read takes longer."""
+
+    def __init__(self, what: Any, number: int, seconds: float) -> None:
+        self._what, self._left, self._seconds = what, number, seconds
+
+    def _wait(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            time.sleep(self._seconds)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._wait()
+        return self._what(*arguments)
+
+    def __len__(self) -> int:
+        return len(self._what)
+
+    def __getitem__(self, number: int) -> Any:
+        self._wait()
+        return self._what[number]
+
+
 def torch_loop(config: dict[str, Any]) -> None:
     """Fit a small network. A plain function without Ray too: then it is the undisturbed training of one worker.
 
@@ -76,7 +107,9 @@ def torch_loop(config: dict[str, Any]) -> None:
     after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
     while which is there a step takes ``sleep`` seconds longer); ``guard`` (arguments of the guard; default: none);
     ``bad`` (for some steps, the factor of rank 0's loss as text); ``pauses`` (seconds for which the loop sleeps after
-    some steps); ``hangs`` (step and rank that waits forever, once).
+    some steps); ``slow_save`` and ``slow_sample`` (number of a save, and of a sample that a rank reads, and seconds
+    that it takes longer); ``hangs`` (step and rank that waits forever, once); ``replay_every``; ``flips`` (step and
+    rank, a bit of whose weights is flipped after it, once).
     """
     import torch
     import torch.distributed as dist
@@ -103,9 +136,14 @@ def torch_loop(config: dict[str, Any]) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule)
     plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
-    dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
+    dataset: Any = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
+    if "slow_sample" in config:
+        dataset = _Slow(dataset, *config["slow_sample"])
+    if "slow_save" in config:
+        state.stage = _Slow(state.stage, *config["slow_save"])  # type: ignore[method-assign]
     points = config.get("recovery_points", "off")
     plan |= {"save_every": config.get("save_every", 10), "shards": config.get("shards", 0)}
+    plan |= {"replay_every": config.get("replay_every", 0)}
     if "guard" in config:
         plan["guard"] = loop.Guard(**config["guard"])
     with loop.session(state, recovery_points=points, **plan) as session:
@@ -115,7 +153,7 @@ def torch_loop(config: dict[str, Any]) -> None:
             if where["rank"] == 0:
                 loss = loss * float(config.get("bad", {}).get(session.done, 1))
             session.backward(loss)
-            seen += session.samples.tolist() if session.weight else []
+            seen += session.samples.tolist() if session.weight and not session.is_replay else []
             if not session.is_last_part:
                 continue
             optimizer.step()
@@ -128,6 +166,7 @@ def torch_loop(config: dict[str, Any]) -> None:
             _pause(config)
             session.step({"loss": loss})
             _disturb(config, where, session.done)
+            _flip(config, where, session.done, layers[0].bias)
             time.sleep(config.get("pauses", {}).get(str(session.done), 0.0))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if where["rank"] == 0:

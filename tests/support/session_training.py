@@ -21,7 +21,8 @@ TWO = {"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 0.1}}
 class SessionTraining:
     """A training with a session, slow until it is let go.
 
-    ``arguments``: those of its flow process.
+    ``arguments``: those of its flow process. ``disturbances``: further config of the loop, which does not change the
+    weights in the end.
     """
 
     def __init__(
@@ -36,9 +37,8 @@ class SessionTraining:
         dies_within: dict[str, int] | None = None,
         shards: int = 0,
         sleep: float = 0.2,
-        pauses: dict[str, float] | None = None,
-        hangs: tuple[int, int] | None = None,
         node_strikes: int = 0,
+        disturbances: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
@@ -52,8 +52,7 @@ class SessionTraining:
         disturbed = files | {
             "recovery_points": recovery_points,
             "dies_within": dies_within or {},
-            "pauses": pauses or {},
-            "hangs": hangs,
+            **(disturbances or {}),
         }
         self.arguments = dict[str, Any](
             loop=f"tests.support.session_loops:{self._loop.__name__}",

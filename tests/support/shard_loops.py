@@ -159,9 +159,10 @@ def wrong_results(world_size: int, **config: Any) -> list[str]:
 def _run(folder: str, world_size: int, config: dict[str, Any]) -> subprocess.CompletedProcess[bytes]:
     """Train with so many workers in processes of their own."""
     config = {"steps": 12, "dtype": "float32", "num_workers": 0, "bucket_bytes": 2**20, **config}
+    limit = config.pop("limit_seconds", 600)
     config = {"shards": SHARDS, "replay_every": 0, "flip": ["", 0, 0, 0, 0], "digest": f"{folder}/digest", **config}
     command = [sys.executable, "-m", __name__, str(world_size), json.dumps(config)]
-    return subprocess.run(command, check=False, timeout=600)
+    return subprocess.run(command, check=False, timeout=limit)
 
 
 def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:

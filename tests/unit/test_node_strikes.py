@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from ray.exceptions import ActorDiedError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
 from prefect_elastic_train.controller import node_strikes
 from prefect_elastic_train.controller.failures import HungLoopError, is_of_node
 from prefect_elastic_train.controller.node_strikes import NodeStrikes
 from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.loop.replays import WrongResultError
 from prefect_elastic_train.storage.store import LocalRunStore
 
 
@@ -69,12 +71,9 @@ def test_strikes_count_though_the_storage_does_not_take_them(tmp_path: Path) -> 
     assert time.monotonic() - began < 10
 
 
-def test_deaths_and_hangs_are_strikes_and_consequences_and_the_loops_own_errors_are_not() -> None:
+def test_deaths_hangs_and_wrong_results_are_strikes_and_consequences_and_the_loops_own_errors_are_not() -> None:
     waiting = HungLoopError()
     waiting.is_consequence = True
-    assert [is_of_node(error) for error in (ActorDiedError(), HungLoopError(), waiting, ValueError())] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    wrong = UserExceptionWithTraceback(WrongResultError(), "…")
+    strikes = {error: is_of_node(error) for error in (ActorDiedError(), HungLoopError(), wrong, waiting, ValueError())}
+    assert [*strikes.values()] == [True, True, True, False, False]

@@ -1,0 +1,28 @@
+"""Damaged hardware that computes wrong results without an error."""
+
+import re
+from pathlib import Path
+
+from prefect_elastic_train.core.events import WorkerFailed
+from tests.support.clusters import RayHead
+from tests.support.processes import Start
+from tests.support.reports import history
+from tests.support.session_training import SessionTraining
+
+
+def test_a_rank_whose_weights_have_a_flipped_bit_is_named_and_its_steps_are_done_again(
+    start: Start, head: RayHead, tmp_path: Path
+) -> None:
+    """The bit is flipped after a checkpoint of step 15, so the weights in the end are those of an undisturbed run."""
+    three = {"min_workers": 3, "max_workers": 3, "resources_per_worker": {"CPU": 0.1}}
+    flip = {"flips": (17, 1), "replay_every": 10}
+    training = SessionTraining(
+        start, tmp_path, scaling=three, shards=8, sleep=0.1, disturbances=flip, cluster=head.block
+    )
+    training.group(3, steps=15)
+    training.group(3)
+    assert training.end(attempts=1, worker_failures=1) == [3, 3]
+    [failure] = history(training.flow.run, WorkerFailed)
+    [cause] = [each for each in failure.causes if not each.is_consequence]
+    assert cause.ranks == [1]
+    assert re.match(r"WrongResultError: step 19: rank 1 on \S+ has other weights than the others", cause.message)

@@ -1,0 +1,109 @@
+"""Replays in one process, and which ranks have wrong results."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefect_elastic_train import loop
+from prefect_elastic_train.loop import replays, training_session
+from prefect_elastic_train.loop.replays import WrongResultError, find_wrong_ranks
+
+DATA = np.ones((8, 3), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_session, "current", None)
+
+
+@pytest.mark.parametrize(
+    ("results", "wrong"),
+    [
+        ([(0, 5)], set()),
+        ([(0, 5), (1, 5), (2, 5)], set()),
+        ([(0, 5), (1, 6), (2, 5)], {1}),
+        ([(0, 5), (1, 6)], {0, 1}),
+        ([(0, 5), (1, 6), (2, 7)], {0, 1, 2}),
+        ([(0, 5), (0, 6)], {0}),
+        # Rank 0 computes twice, of two ranks.
+        ([(0, 5), (1, 6), (0, 5)], {0, 1}),
+        ([(0, 5), (1, 6), (0, 6)], {0}),
+    ],
+)
+def test_ranks_with_another_result_than_most_are_wrong(results: list[tuple[int, int]], wrong: set[int]) -> None:
+    assert find_wrong_ranks(results) == wrong
+
+
+def _train(
+    shards: int = 0, use: Callable[[Any, Any], None] = lambda session, loss: session.backward(loss), **options: Any
+) -> list[bool]:
+    """Train, and return for each batch whether it is a replay."""
+    model = torch.nn.Linear(3, 1)
+    state = loop.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    seen = []
+    with loop.session(state, steps=4, global_batch=8, shards=shards, **{"replay_every": 2, **options}) as session:
+        for batch in session.batches(DATA):
+            seen.append(session.is_replay)
+            use(session, model(torch.from_numpy(batch)).mean() * session.weight)
+            if session.is_last_part:
+                session.step()
+    return seen
+
+
+@pytest.mark.parametrize(("shards", "usual"), [(0, 1), (2, 2)])
+def test_a_step_with_replays_begins_with_two(shards: int, usual: int) -> None:
+    assert _train(shards) == 2 * [*usual * [False], True, True, *usual * [False]]
+
+
+def test_a_batch_may_have_several_losses() -> None:
+    def compute(session: Any, loss: Any) -> None:
+        session.backward(loss)
+        session.backward(torch.ones(1, requires_grad=True).sum())
+
+    assert _train(use=compute) == 2 * [False, True, True, False]
+
+
+def test_results_that_differ_are_an_error_with_step_and_rank() -> None:
+    random = np.random.default_rng(0)
+    with pytest.raises(WrongResultError, match=r"^step 1: rank 0 on .* computes other gradients"):
+        _train(use=lambda session, loss: session.backward(loss * random.random()))
+
+
+def _step_early(session: Any, loss: Any) -> None:
+    session.backward(loss)
+    session.step()
+
+
+@pytest.mark.parametrize("use", [lambda _, loss: loss.backward(), _step_early])
+def test_a_loop_that_does_not_leave_the_replays_out_is_told_so(use: Callable[[Any, Any], None]) -> None:
+    with pytest.raises(loop.LoopError, match="with shards or replay_every"):
+        _train(use=use, replay_every=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay_every": -1}, "replay_every=-1: must be at least 0"),
+        (
+            {"mesh": SimpleNamespace(mesh=torch.zeros(1, dtype=torch.int), get_rank=lambda: 0)},
+            "a mesh is not supported",
+        ),
+    ],
+)
+def test_what_replays_do_not_support_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _train(**options)
+    with pytest.raises(TypeError, match="replay_every: a ArrayState is not supported"):
+        loop.session(loop.ArrayState(weights=np.zeros(3)), steps=1, global_batch=8, replay_every=1)
+
+
+def test_ranks_with_other_versions_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replays.Replays, "_gather", lambda *_: [{"torch": "2.12"}, {"torch": "2.13"}])
+    assert _train() == 4 * [False]
+    assert "No replays: the ranks have different hardware" in caplog.text
