@@ -16,8 +16,6 @@ Example::
                 session.step({"loss": loss})
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

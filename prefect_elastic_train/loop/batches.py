@@ -102,7 +102,9 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
         )
     torch = import_module("torch") if options else sys.modules.get("torch")
     datasets = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
-    batches = zip(_seed_keys(sampler), sampler.arrays(), strict=True)
+    # The arguments of seed_everything for reading each batch; empty without shards. The session seeds without the 1.
+    keys = ((sampler.order.seed, step, part, 1) if sampler.shards else () for step, part, *_ in sampler.positions())
+    batches = zip(keys, sampler.arrays(), strict=True)
     if torch is None or not (options or any(isinstance(part, torch.utils.data.Dataset) for part in datasets)):
         for key, indices in batches:
             if key:
@@ -161,12 +163,6 @@ class _IdentityDataset:
 
     def __getitem__(self, batch: Any) -> Any:
         return batch
-
-
-def _seed_keys(sampler: StepBatches) -> Iterator[tuple[int, ...]]:
-    """Yield the arguments of ``seed_everything`` for reading each batch; empty without shards."""
-    for step, part, *_ in sampler.positions():
-        yield (sampler.order.seed, step, part, 1) if sampler.shards else ()  # the session seeds without the 1
 
 
 def _collate(dataset: Any, collate: Callable[[list[Any]], Any], batches: list[Any]) -> tuple[Indices, Any]:

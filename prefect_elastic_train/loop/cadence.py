@@ -77,6 +77,10 @@ class Cadence:
     ends_at: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
+    _longest_step = 0.0  # longest time between two checks since the last save, in seconds
+    _longest_before = 0.0  # the same, between the two saves before
+    _is_last = False  # the save before ``ends_at`` is due
+
     def __post_init__(self) -> None:
         text = str(self.every)
         self.steps = self.every if isinstance(self.every, int) else 0
@@ -88,9 +92,6 @@ class Cadence:
         self.blocked = 0.0
         self.background = 0.0
         self._began = self._saved_at = self._checked_at = self.clock()
-        self._longest_step = 0.0  # longest time between two checks since the last save, in seconds
-        self._longest_before = 0.0  # the same, between the two saves before
-        self._is_last = False  # the save before ``ends_at`` is due
 
     def due(self, step: int) -> bool:
         """Return True if the train loop should save a checkpoint now. Call it after each optimizer step.

@@ -69,9 +69,8 @@ class JaxState(ArrayState):
         folder = epath.Path(directory, _FOLDER)
         folder.mkdir()
         tree = {name: leaf if _is_global(leaf) else np.asarray(leaf) for name, leaf in self._copies().items()}
-        args = ocp.args.PyTreeSave(_nested(tree))
         # Not with a Checkpointer: its barriers are collectives, which would mix with those of the training.
-        writing = asyncio.run(_handler().async_save(folder, args=args))
+        writing = asyncio.run(_handler().async_save(folder, args=ocp.args.PyTreeSave(_nested(tree))))
         return lambda: [future.result() for future in writing].clear()
 
     def capture(self) -> RankState:

@@ -27,9 +27,8 @@ def combine(parts: Iterable[Digest]) -> Digest:
 
     Counts and sums are added, the last column is combined by xor.
     """
-    rows: Digest = np.array([*parts] or np.zeros((1, 3)), dtype=np.uint64)
-    whole: Digest = np.concatenate([rows[..., :2].sum(axis=0), np.bitwise_xor.reduce(rows[..., 2:])], axis=-1)
-    return whole
+    rows = np.array([*parts] or np.zeros((1, 3)), dtype=np.uint64)
+    return np.concatenate([rows[..., :2].sum(axis=0), np.bitwise_xor.reduce(rows[..., 2:])], axis=-1)
 
 
 class Ledger:

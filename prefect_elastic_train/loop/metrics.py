@@ -22,15 +22,16 @@ class StepMetrics:
         warn: If True, log a warning about a score that is None at each step.
     """
 
+    _scored_at = 0  # the last step with a score
+    _scores_in_a_row = 0  # number of consecutive steps with a score, up to that step
+    _reported_at = 0
+
     def __init__(self, means: Collection[str], score: str, warn: bool) -> None:
         self._score = score
         self._warn = warn
-        self._scored_at = 0  # the last step with a score
-        self._scores_in_a_row = 0  # number of consecutive steps with a score, up to that step
         self._means = frozenset([means] if isinstance(means, str) else means) - {score}
         self._values: dict[str, tuple[Any, int]] = {}  # sum (or last value) and count; a count of 0: not a number
         self._reported: dict[str, Any] = {}  # metrics of the last report
-        self._reported_at = 0
 
     def add(self, metrics: Mapping[str, Any], step: int) -> bool:
         """Add metrics of a step to the next report. Several calls for the same step are allowed.
@@ -54,7 +55,8 @@ class StepMetrics:
             value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
         if not hasattr(value, "__float__") or isinstance(value, bool) or np.ndim(value):
             return value, 0
-        value = value.detach() if hasattr(value, "detach") else value
+        if hasattr(value, "detach"):
+            value = value.detach()
         if getattr(value, "itemsize", 8) < 4:  # half precision cannot hold the sum of many values
             value = value.float() if hasattr(value, "float") else value.astype("float32")
         total, count = self._values.get(name, (0.0, 0)) if name in self._means else (0.0, 0)

@@ -82,6 +82,9 @@ class GuardedSteps:
         state: State of the session.
     """
 
+    _problems = 0  # number of problems since the last warning
+    _warned_at = -math.inf
+
     def __init__(self, guard: Guard, state: State) -> None:
         if type(state).is_finite is State.is_finite:
             raise ValueError(
@@ -90,8 +93,6 @@ class GuardedSteps:
         self._guard = guard
         self._state = state
         self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._problems = 0  # number of problems since the last warning
-        self._warned_at = -math.inf
 
     def check(self, metrics: Mapping[str, Any], step: int, skipped: Collection[int]) -> None:
         """Check a step.

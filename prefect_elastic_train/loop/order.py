@@ -38,10 +38,9 @@ def permute(positions: Indices, length: int, *key: int) -> Indices:
     right = np.uint64(bits // 2)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
-    seeds = np.random.SeedSequence([part & (2**64 - 1) for part in key])
-    keys: Any = seeds.generate_state(_ROUNDS, np.uint64)
+    keys: Any = np.random.SeedSequence([part & (2**64 - 1) for part in key]).generate_state(_ROUNDS, np.uint64)
     indices = np.array(positions, np.uint64)
-    outside: Any = np.ones(indices.shape, dtype=bool)
+    outside = np.ones(indices.shape, dtype=bool)
     while outside.any():
         high = indices[outside] >> right
         low = indices[outside] & low_mask

@@ -54,9 +54,9 @@ class Phases:
     """
 
     clock: Callable[[], Any] = staticmethod(time.monotonic)
+    name = ""  # before the first batch, and after the session
 
     def __init__(self) -> None:
-        self.name = ""  # before the first batch, and after the session
         self._began = time.monotonic()
         self._longest: dict[str, float] = {}
         self._thread_id = threading.get_native_id()

@@ -4,7 +4,7 @@ Each rank stores its rank file after its other files, so a checkpoint with all r
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 #: Pattern of the name of a rank file (:func:`rank_file`). Groups: rank and world size.
@@ -16,7 +16,7 @@ def rank_file(directory: str | Path, rank: int, world_size: int) -> Path:
     return Path(directory) / f"rank-{rank:05}-of-{world_size:05}.npz"
 
 
-def missing_rank_files_message(names: Iterable[str]) -> str:
+def missing_rank_files_message(names: Collection[str]) -> str:
     """Return a message about the rank files that a session's checkpoint lacks; empty if none is missing.
 
     A checkpoint without any rank file was not written by a session, and counts as complete.
@@ -24,8 +24,7 @@ def missing_rank_files_message(names: Iterable[str]) -> str:
     Args:
         names: Names of the checkpoint's files.
     """
-    files = set(names)
-    sizes = {int(match[2]) for match in map(RANK_FILE_PATTERN.fullmatch, files) if match}
+    sizes = {int(match[2]) for match in map(RANK_FILE_PATTERN.fullmatch, names) if match}
     expected = {rank_file("", rank, size).name for size in sizes for rank in range(size)}
-    missing = sorted(expected - files)
+    missing = sorted(expected.difference(names))
     return f"{len(missing)} of {len(expected)} ranks did not store their part, first {missing[0]}" if missing else ""

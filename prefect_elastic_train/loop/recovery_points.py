@@ -5,8 +5,6 @@ which the states of all ranks can be read, if it is newer than the newest commit
 format of a rank's state in memory, and the choice between points.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -15,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -111,7 +110,7 @@ def newest_point(states: Iterable[StateHeader], run_id: str, committed: tuple[in
         run_id: The id of the run.
         committed: Attempt, worker group and step of the newest committed checkpoint. Older points are ignored.
     """
-    points: defaultdict[tuple[Any, ...], dict[int, StateHeader]] = defaultdict(dict)
+    points = defaultdict[tuple[Any, ...], dict[int, StateHeader]](dict)
     for state in states:
         if state.run_id == run_id and state[1:4] > committed:
             points[state[:5]][state.rank] = state
@@ -156,12 +155,13 @@ def write_state(target: memoryview, identity: tuple[Any, ...], arrays: Sequence[
     target[: len(_MAGIC)] = _MAGIC
 
 
+@dataclass
 class StateReader(Sequence[ByteArray]):
     """The arrays of a rank's state in memory, without the first one, the description.
 
     Each array is read on access, and compared with its checksum if that has been computed.
 
-    Args:
+    Attributes:
         header: The header of the state.
         read: Function that returns the bytes of the state from a first one to a last one (exclusive).
 
@@ -169,12 +169,11 @@ class StateReader(Sequence[ByteArray]):
         RecoveryPointError: On access, if the memory is damaged or has another state.
     """
 
-    def __init__(self, header: StateHeader, read: Callable[[int, int], Any]) -> None:
-        self._header = header
-        self._read = read
+    header: StateHeader
+    read: Callable[[int, int], Any]
 
     def __len__(self) -> int:
-        return self._header.arrays - 1
+        return self.header.arrays - 1
 
     def __getitem__(self, number: Any) -> Any:
         return self._array(number + 1)
@@ -185,17 +184,17 @@ class StateReader(Sequence[ByteArray]):
 
     def compute_checksum_table(self) -> tuple[bytes, int]:
         """Compute the checksum of each array. Return the checksum table as bytes, and its offset in the state."""
-        checksums = [self._read_with_checksum(number)[1] for number in range(self._header.arrays)]
-        table = np.array([self._header.made_at, *checksums], np.uint64)
+        checksums = [self._read_with_checksum(number)[1] for number in range(self.header.arrays)]
+        table = np.array([self.header.made_at, *checksums], np.uint64)
         return table.tobytes(), HEADER_BYTES + 8 * len(checksums)
 
     @cached_property
     def _lengths_and_checksums(self) -> tuple[list[int], list[int]]:
         """Length of each array in bytes, and the checksums: empty if they are not known."""
-        self._check(read_header(self._read(0, HEADER_BYTES)) == self._header)
-        count = self._header.arrays
-        numbers = np.frombuffer(self._read(HEADER_BYTES, _first_array(count)), np.uint64).tolist()
-        are_known = numbers[count] == self._header.made_at
+        self._check(read_header(self.read(0, HEADER_BYTES)) == self.header)
+        count = self.header.arrays
+        numbers = np.frombuffer(self.read(HEADER_BYTES, _first_array(count)), np.uint64).tolist()
+        are_known = numbers[count] == self.header.made_at
         return numbers[:count], numbers[count + 1 :] if are_known else []
 
     @cached_property
@@ -212,14 +211,13 @@ class StateReader(Sequence[ByteArray]):
 
     def _read_with_checksum(self, number: int) -> tuple[Any, int]:
         length = self._lengths_and_checksums[0][number]
-        data = self._read(*self._bounds[number : number + 2])
+        data = self.read(*self._bounds[number : number + 2])
         return data, (length + int(np.frombuffer(data, np.uint64).sum())) % 2**64
 
     def _check(self, is_equal: bool) -> None:
         if not is_equal:
             raise RecoveryPointError(
-                f"the recovery point of rank {self._header.rank}, step {self._header.step} "
-                "is damaged or was overwritten"
+                f"the recovery point of rank {self.header.rank}, step {self.header.step} is damaged or was overwritten"
             )
 
 
@@ -248,6 +246,12 @@ class RecoveryPoints:
         step: Step of the last one; 0: there is none, or no memory for the next one.
     """
 
+    seconds = 0.0
+    step = 0
+    _needed = 0  # bytes of a file; 0: not known yet
+    _step_seconds = math.inf  # the shortest time of a step between two points
+    _made_at = 0.0
+
     def __init__(self, interval: int | str, rank: int, world_size: int) -> None:
         if interval not in ("auto", "off") and not (isinstance(interval, int) and interval >= 1):
             raise ValueError(f'recovery_points={interval!r}: give a number of steps, "auto" or "off"')
@@ -255,17 +259,12 @@ class RecoveryPoints:
         self._is_auto = interval == "auto"
         self._shortest = interval if isinstance(interval, int) else 1
         self.every = self._shortest if self.memory else 0
-        self.seconds = 0.0
-        self.step = 0
         self._size_and_rank = (world_size, rank)
         self._files: list[memoryview] = []  # the newest comes last
-        self._needed = 0  # bytes of a file; 0: not known yet
-        self._step_seconds = math.inf  # the shortest time of a step between two points
-        self._made_at = 0.0
 
     def plan(self, between_failures_seconds: float) -> int:
         """Return the interval in steps from now on. Rank 0 decides it for all ranks."""
-        if self.memory is None:
+        if not self.memory:
             return 0
         seconds = _INTERVAL_PER_TRANSFER * min(filter(None, map(abs, self._transfers())), default=0.0)
         if self._is_auto and self.seconds:
@@ -278,7 +277,7 @@ class RecoveryPoints:
 
     def turn_off(self, reason: str) -> None:
         """Make no more recovery points, and log the reason."""
-        if self.memory is not None:
+        if self.memory:
             logger.warning("Recovery points in memory are off, and restarts continue from checkpoints: %s", reason)
         self.memory = None
         self.step = 0
@@ -292,7 +291,7 @@ class RecoveryPoints:
             step: Optimizer steps that are done.
             capture: Function that returns the state.
         """
-        if self.memory is None:
+        if not self.memory:
             return
         try:
             if self._files and self.memory.is_lost():

@@ -5,8 +5,6 @@ the next rank's first shard, else those of its own batch again. All ranks exchan
 the weights. If the gradients differ, with shards, a third rank computes them, too.
 """
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from .shard_gradients import environment
 from .state import random_state, restore_random_state
@@ -43,16 +40,17 @@ class Replays:
         TypeError: The parameters are sharded, or of the type complex128.
     """
 
+    _must_vote = False
+
     def __init__(self, modules: Iterable[torch.nn.Module], rank: int, world_size: int, shards: int) -> None:
         self._modules = [*modules]
         self._rank = rank
         self._world_size = world_size
         self._shards = shards
-        self._wrappers = [each for each in self._modules if isinstance(each, DistributedDataParallel)]
+        self._wrappers = [each for each in self._modules if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
         #: With neither, the ranks may have different weights.
-        self._is_replicated = bool(shards) or len(self._wrappers) == len(self._modules)
+        self._is_replicated = shards or len(self._wrappers) == len(self._modules)
         self._checksums: list[int] = []  # of the weights, and of the gradients of each replay
-        self._must_vote = False
         if any(isinstance(each, DTensor) or each.itemsize > 8 for each in self._parameters()):
             raise TypeError("replay_every does not support sharded parameters, such as of FSDP2, and complex128")
         environments = self._gather(environment())

@@ -131,7 +131,7 @@ def announced_restart(context: Any) -> Any:
     if state.is_ending:
         return "end"
     preemption = context.preemption_context.preemption_info
-    if preemption is not None:
+    if preemption:
         return sorted(preemption.preempted_node_to_ranks)
     return state.growth or None
 

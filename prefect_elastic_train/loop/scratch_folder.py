@@ -19,8 +19,9 @@ class ScratchFolder:
         path: Path of the folder.
     """
 
+    path = ""
+
     def __init__(self) -> None:
-        self.path = ""
         while not os.path.exists(self.path):  # another process may remove the folder before it is locked
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
             self._lock = os.open(self.path, os.O_RDONLY)

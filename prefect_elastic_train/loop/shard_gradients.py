@@ -6,8 +6,6 @@ ranks exchange them: each adds up one chunk of all partial sums, in the order of
 others. With one partial sum for each rank, the traffic is that of an all-reduce.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from .order import shards_of
 
 _BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
-_UNSUPPORTED = (DistributedDataParallel, FullyShardedDataParallel, torch.nn.SyncBatchNorm)
+_UNSUPPORTED = (torch.nn.parallel.DistributedDataParallel, FullyShardedDataParallel, torch.nn.SyncBatchNorm)
 
 
 class PartialSum(NamedTuple):
@@ -66,13 +63,14 @@ class _Bucket:
         rank: This rank.
     """
 
+    _current: torch.Tensor | None = None  # the sum to which values are added
+
     def __init__(self, tensors: Sequence[torch.Tensor], sums: Sequence[Sequence[PartialSum]], rank: int) -> None:
         self.tensors = tensors
         self._sums = sums
         self._rank = rank
         self.own: list[PartialSum] = []
         self._unused: list[torch.Tensor] = []
-        self._current: torch.Tensor | None = None  # the sum to which values are added
         self._sizes = [tensor.numel() for tensor in tensors]
         self._length = -(-sum(self._sizes) // len(sums)) * len(sums)
         self._known: dict[torch.Tensor, Any] = {}  # results of _views
@@ -146,8 +144,7 @@ class _Bucket:
         operations = []
         for peer, chunk in enumerate(self._chunks):
             if peer != self._rank:
-                operations.append(dist.P2POp(dist.irecv, chunk, peer))
-                operations.append(dist.P2POp(dist.isend, own, peer))
+                operations += [dist.P2POp(dist.irecv, chunk, peer), dist.P2POp(dist.isend, own, peer)]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Any:
@@ -177,6 +174,9 @@ class ShardGradients:
         TypeError: The modules cannot be trained with shards.
     """
 
+    has_gradients = True
+    _collected = -1  # number of buckets that have the gradients of the current shard; -1: outside of backward
+
     def __init__(self, modules: Iterable[torch.nn.Module], rank: int, world_size: int, shards: int) -> None:
         self._modules = [*modules]
         self._check()
@@ -190,16 +190,12 @@ class ShardGradients:
         self._hooks: list[Any] = []
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # values of the buffers before the step
         self._buffer_buckets: list[_Bucket] = []  # buckets for the changes of float buffers
-        self._collected = -1  # number of buckets that have the gradients of the current shard; -1: outside of backward
-        self._shard = 0
-        self._weight = 0.0
-        self.has_gradients = True
         first = [environment()]
         if world_size > 1:
             dist.broadcast_object_list(first, 0)
             for tensor in (*self._tensors("parameters"), *self._tensors("buffers")):
                 values = tensor.detach().contiguous().reshape(-1)
-                dist.broadcast(_bytes(values), 0)
+                dist.broadcast(values.view(torch.uint8), 0)  # bytes, which each backend can send
                 tensor.detach().copy_(values.view(tensor.shape))
         self.environments = (environment(), first[0])
 
@@ -369,8 +365,3 @@ def environment() -> dict[str, Any]:
         "matmul precision": torch.get_float32_matmul_precision(),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as a vector of bytes, which each backend can send."""
-    return tensor.view(-1).view(torch.uint8)

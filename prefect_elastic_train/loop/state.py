@@ -120,7 +120,7 @@ def random_state() -> dict[str, Any]:
     included: seed them with the seed, the rank and ``session.done``.
     """
     state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-    if (torch := sys.modules.get("torch")) is not None:
+    if torch := sys.modules.get("torch"):
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # the call would initialize CUDA
         current = torch.cuda.current_device() if gpus else 0
         state |= {"torch": torch.get_rng_state().numpy(), "cuda": gpus[current:] + gpus[:current]}
@@ -136,7 +136,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
     torch = sys.modules.get("torch")
-    if torch is not None and "torch" in state:
+    if torch and "torch" in state:
         torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
         count = torch.cuda.device_count()
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -149,7 +149,7 @@ def seed_everything(*key: int) -> None:
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    if (torch := sys.modules.get("torch")) is not None:
+    if torch := sys.modules.get("torch"):
         is_cpu_only = torch.accelerator.current_accelerator() is None
         # Equivalent on CPUs, where torch.manual_seed takes a millisecond.
         (torch.default_generator.manual_seed if is_cpu_only else torch.manual_seed)(seed)
@@ -202,7 +202,7 @@ class ArrayState(State):
 
     def _copies(self) -> dict[Any, Any]:
         """Return a copy of each part of the state. Raise ValueError if a part cannot be restored exactly."""
-        copies: dict[Any, Any] = {}
+        copies = {}
         for name, part in vars(self).items():
             try:
                 copies[name] = _copy(part)

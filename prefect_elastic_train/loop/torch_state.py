@@ -25,12 +25,9 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from .recovery_points import ByteArray, RankState, RecoveryPointError, threads
@@ -79,6 +76,8 @@ class TorchState(State):
         loop.TorchState(model=model).read(directory, only_these=True)
     """
 
+    _group: Any = None
+
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
             if not hasattr(part, "load_state_dict"):
@@ -99,7 +98,6 @@ class TorchState(State):
         # Keeps one copy of the state in memory, and overwrites it at each save. The public stager closes its copy after
         # the first save, in torch 2.11 and 2.12.
         self._stager = StateDictStager()
-        self._group: Any = None
 
     def _find_module(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         """Return the module that an optimizer trains. Raise ValueError if no module has its parameters."""
@@ -137,7 +135,11 @@ class TorchState(State):
         DDP: otherwise, ranks wait for each other before that.
         """
         [module, *others] = self._modules.values() or [None]
-        if others or not isinstance(module, DistributedDataParallel) or any(True for _ in module.buffers()):
+        if (
+            others
+            or not isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            or any(True for _ in module.buffers())
+        ):
             return time.monotonic
         first = next(parameter for parameter in module.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: on_gradients())
@@ -156,17 +158,14 @@ class TorchState(State):
 
         Call it on all ranks.
         """
-        # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead of
-        # the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
-        writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
-        staged = self._stager.stage(self._state_dict(to_save=True))
-        # A value that is the same on all ranks is saved from the lowest rank.
-        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         return partial(
             dcp.save,
-            staged,
-            storage_writer=writer,
-            planner=planner,
+            self._stager.stage(self._state_dict(to_save=True)),
+            # The files need not be synced, since Ray Train copies them to the storage. Nor need tensors be copied ahead
+            # of the writes, for which CUDA would use half a gigabyte of a GPU: all of them are in main memory.
+            storage_writer=dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0),
+            # A value that is the same on all ranks is saved from the lowest rank.
+            planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -208,8 +207,9 @@ class TorchState(State):
         created = {name: current[name]["state"] for name in self._optimizers}
         for name, states in created.items():  # a parameter that had no gradient yet has no state
             current[name]["state"] = {key: states[key] for key in states if (name, "state", key) in with_state}
-        parts = current if only_these else None
-        StateMismatchError.check(flatten_state_dict(current)[0], metadata.state_dict_metadata, parts)
+        StateMismatchError.check(
+            flatten_state_dict(current)[0], metadata.state_dict_metadata, current if only_these else None
+        )
         dcp.load(current, storage_reader=reader, **options)
         for name, module in self._modules.items():
             sharded.set_model_state_dict(module, current[name])
@@ -267,12 +267,14 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         plan = dcp.SavePlan([item for item, _, _ in self._values.values()])
-        return replace(create_default_global_save_plan([plan])[1], planner_data=self._paths, storage_data={})
+        return replace(
+            dcp.default_planner.create_default_global_save_plan([plan])[1], planner_data=self._paths, storage_data={}
+        )
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         tensors = [value for value in planner.state_dict.values() if isinstance(value, torch.Tensor)]
         wanted = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in tensors)
-        if sum(math.prod(item.lengths) for item in plan.items if item.type is LoadItemType.TENSOR) < wanted:
+        if sum(math.prod(item.lengths) for item in plan.items if item.type is dcp.planner.LoadItemType.TENSOR) < wanted:
             raise RecoveryPointError(
                 "the sharding has changed since the recovery point: this rank needs shards of others"
             )

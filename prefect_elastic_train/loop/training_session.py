@@ -215,7 +215,7 @@ class Session(AbstractContextManager["Session"]):
         self.recovery_points = RecoveryPoints(recovery_points, self.rank, self.world_size)
         if not _is_whole_in_memory(type(state)):
             self.recovery_points.turn_off(f"{type(state).__name__} must define stage, read, capture and restore itself")
-        if self._can_save and current is not None:
+        if self._can_save and current:
             raise LoopError(
                 "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
@@ -474,7 +474,7 @@ class Session(AbstractContextManager["Session"]):
             self._guard.check(metrics or {}, self.done, self._about.get("skipped", []))
         self._close_step()
         self._about["seen"] += self._order.size(self.done)
-        if self._ray is not None:
+        if self._ray:
             self._ledger.add(np.concatenate([self.samples[:0], *self._step_samples]), self.done)
         self._step_samples = []
         self.phases.end_step(self.done)
@@ -483,7 +483,7 @@ class Session(AbstractContextManager["Session"]):
             self.phases.begin("evaluation")
         else:
             self._close_step()
-            self.phases.begin("step" if self.done > self.began_from else "first step")
+            self.phases.begin("step")
 
     def _complete_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Count the step as done, and open it."""
@@ -665,11 +665,11 @@ class Session(AbstractContextManager["Session"]):
 
     def _report(self, synchronous: bool = False, **upload: Any) -> None:
         """Report the metrics since the last report to Ray Train. ``upload``: checkpoint, if any, and its options."""
-        counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
         began = time.monotonic()
         modes = self._ray.CheckpointUploadMode
         self._ray.report(
-            self._metrics.collect(self.done) | counts,
+            self._metrics.collect(self.done)
+            | {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch},
             checkpoint_upload_mode=modes.SYNC if synchronous else modes.ASYNC,
             **upload,
         )

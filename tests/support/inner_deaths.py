@@ -63,7 +63,7 @@ def die_within(steps: dict[str, int], ledger: str) -> None:
         return encode(header)
 
     def read(reader: Any, number: int) -> Any:
-        if number == 2 and is_due("restore", reader._header.step):
+        if number == 2 and is_due("restore", reader.header.step):
             die()
         return read_array(reader, number)
 
