@@ -122,9 +122,9 @@ def use_unique_folders(context: rays_context.TrainContext, attempt: int, group: 
     agree = context._sync_checkpoint_dir_name_across_ranks
     reports = itertools.count(1)
 
-    def agree_on_folder(name: str | None = None) -> str:
+    def agree_on_folder(name: str | None = None) -> Any:
         name = name or context.storage_context.make_default_checkpoint_dir_name()
-        return str(agree(physical_name(name.rstrip("/"), attempt, group, next(reports))))
+        return agree(physical_name(name.rstrip("/"), attempt, group, next(reports)))
 
     context._sync_checkpoint_dir_name_across_ranks = agree_on_folder
     rays_context.is_managed_checkpoint = _adopt_managed_checkpoint

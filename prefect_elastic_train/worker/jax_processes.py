@@ -1,9 +1,9 @@
 """Joining the processes of a JAX worker group, and leaving it without waiting for dead ranks."""
 
-import contextlib
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
@@ -33,7 +33,7 @@ def join(platform: str, address: str, size: int, rank: int) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         # Ray sets rank and devices. The variables of Slurm or MPI, if any, describe other processes.
         jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
-        with contextlib.suppress(ValueError):  # not in the main thread
+        with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)  # JAX has installed its own
 
 
@@ -51,7 +51,7 @@ def leave() -> None:
     import jax
 
     def shut_down() -> None:
-        with contextlib.suppress(Exception):  # the process exits next
+        with suppress(Exception):  # the process exits next
             jax.distributed.shutdown()
 
     start_thread(shut_down).join(LEAVE_SECONDS)

@@ -123,7 +123,7 @@ def session_phase() -> Any:
 def is_all_committed() -> bool:
     """Return True if a checkpoint with all steps of this worker's session is committed, or if it has no session."""
     session = _session()
-    return session is None or session.committed >= session.done
+    return not session or session.committed >= session.done
 
 
 def has_session() -> bool:
@@ -150,9 +150,7 @@ def current_line() -> str:
     The text continues a sentence: ``at train.py:31 in step: loss.backward()``.
     """
     frame = _innermost_frame()
-    if not frame:
-        return "at the end of the loop"
-    return _user_line(traceback.extract_stack(frame))
+    return _user_line(traceback.extract_stack(frame)) if frame else "at the end of the loop"
 
 
 def _user_line(stack: traceback.StackSummary) -> str:

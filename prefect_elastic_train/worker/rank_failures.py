@@ -72,7 +72,7 @@ def portable_failure(failure: Any) -> Any:
         portable.skipped_step = getattr(chained, "skipped_step", None)
         chained = chained.__cause__ or chained.__context__
     cause: TracebackException | None = raised
-    while cause is not None:  # an error of a collective is often the cause of another
+    while cause:  # an error of a collective is often the cause of another
         portable.is_consequence |= _CONSEQUENCE.search(_message(cause)) is not None
         cause = cause.__cause__ or cause.__context__
     return portable

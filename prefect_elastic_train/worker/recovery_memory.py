@@ -12,8 +12,6 @@ lost.
 Uses ``ray._private.utils``, which knows the memory of a container.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import mmap
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple
 import ray
 from ray._private.utils import get_system_memory, get_used_memory
 
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.loop.recovery_points import (
     FILES,
     HEADER_BYTES,
@@ -111,6 +110,9 @@ class Keeper:
         memory_fraction: Largest share of the node's memory that it holds.
     """
 
+    _neighbor = ""
+    _ranks = 0
+
     def __init__(self, run_id: str, node_id: str, memory_fraction: float) -> None:
         self._run_id = run_id
         self._node_id = node_id
@@ -118,11 +120,9 @@ class Keeper:
         self._limit = memory_fraction * self._total
         self._files: dict[str, _File] = {}  # by path
         self._lock = threading.Lock()
-        self._neighbor = ""
-        self._ranks = 0
-        self._failures: Counter[int] = Counter()  # transfers in a row that have failed, by rank
+        self._failures = Counter[int]()  # transfers in a row that have failed, by rank
         self._heard_at = time.monotonic()
-        threading.Thread(target=self._replicate, daemon=True).start()
+        start_thread(self._replicate)
 
     def heartbeat(self, neighbor: str, ranks: int) -> None:
         """Record that a controller still needs this keeper.
@@ -215,8 +215,7 @@ class Keeper:
     def free_before(self, group: tuple[int, int]) -> None:
         """Free the memory of all worker groups before one."""
         with self._lock:
-            for path in [path for path, file in self._files.items() if file.group < group]:
-                del self._files[path]
+            self._files = {path: file for path, file in self._files.items() if file.group >= group}
 
     def _replicate(self) -> None:
         """Process new states of this node's ranks, in a loop. Exit without heartbeats."""
@@ -299,14 +298,15 @@ class WorkerMemory:
         group_id: The id of the run, and the numbers of the attempt and of the worker group.
     """
 
+    _paths: Sequence[str] = ()
+    _request: Any = None
+    _requested_at = 0.0
+
     def __init__(self, group_id: tuple[str, int, int], rank: int, restored: Sequence[Sequence[StoredState]]) -> None:
         self.group_id = group_id
         self._rank = rank
         self._restored = restored
         self._node_id = ray.get_runtime_context().get_node_id()
-        self._paths: list[str] = []
-        self._request: Any = None
-        self._requested_at = 0.0
 
     def reserve(self, size: int) -> memoryview | None:
         """Request memory of at least ``size`` bytes, without waiting, because allocating a gigabyte can take seconds.

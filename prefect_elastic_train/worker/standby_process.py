@@ -86,7 +86,7 @@ def set_assigned_devices(devices: dict[str, list[Any]]) -> None:
     if devices:
         torch: Any = sys.modules.get("torch")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        has_gpus = torch is not None and (torch.version.cuda or torch.version.hip)  # tests pretend GPUs
+        has_gpus = torch and (torch.version.cuda or torch.version.hip)  # tests pretend GPUs
         if has_gpus and torch.cuda.device_count() < len(visible):
             raise RuntimeError(f"torch sees {torch.cuda.device_count()} of the devices {', '.join(visible)}")
         worker = ray._private.worker.global_worker

@@ -50,7 +50,7 @@ def observe_threads(threads: Mapping[int, tuple[int, int]]) -> dict[int, ThreadA
     began = time.monotonic()
     for seconds in _SECONDS:
         time.sleep(seconds)
-        activities = dict[int, ThreadActivity]()
+        activities = {}
         for rank, thread in threads.items():
             runs_before, used_before, was_stopped = before[rank]
             runs, used, is_stopped = _read_use(*thread)
@@ -80,8 +80,7 @@ def _read_use(process_id: int, thread_id: int) -> tuple[str, float, bool]:
 
 
 def _read_stack(process_id: int, thread_id: int) -> str:
-    py_spy = f"{sysconfig.get_path('scripts')}/py-spy"
-    command = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(process_id)]
+    command = [f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--nonblocking", "--json", "--pid", str(process_id)]
     try:
         output = subprocess.run(command, capture_output=True, timeout=_DUMP_SECONDS, check=False).stdout
         [frames] = [thread["frames"] for thread in json.loads(output) if thread["os_thread_id"] == thread_id]

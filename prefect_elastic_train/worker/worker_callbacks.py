@@ -16,7 +16,6 @@ import psutil
 import ray
 from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.loop import context as run_context
 from prefect_elastic_train.loop import recovery_points, restart_notice
@@ -68,7 +67,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         wait_for_devices(self.previous)
         set_gloo_interface()
         run_context.current = self._context
-        context = get_train_context()
+        context = ray_context.get_train_context()
         use_unique_folders(context, self._context.attempt, self.group)
         group_id = (self._context.run_id, self._context.attempt, self.group)
         recovery_points.memory = WorkerMemory(group_id, context.get_world_rank(), self.restored_states)
@@ -86,7 +85,7 @@ class WorkerHooks(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
         Before it, at most one earlier report of this rank may wait for its upload, besides the one that is being
         uploaded.
         """
-        context = get_train_context()
+        context = ray_context.get_train_context()
         condition = context.report_order_condition
         self._reporting = threading.get_ident()
         with self._count_stall(), condition:
