@@ -16,7 +16,7 @@ class FailureWindow:
 
     def __init__(self, after_seconds: float) -> None:
         self._after_seconds = after_seconds
-        self._failed_at: defaultdict[bool, list[float]] = defaultdict(list)
+        self._failed_at = defaultdict[bool, list[float]](list)
 
     def begin_group(self) -> None:
         """Record that a worker group begins to train now."""

@@ -151,8 +151,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 left=state.failures_left,
             )
         )
-        ranks = [rank for rank, error in failures.items() if is_of_node(error)] if self._workers else ()
-        nodes = {self._workers[rank].metadata.node_id for rank in ranks}
+        nodes = {
+            self._workers[rank].metadata.node_id
+            for rank, error in failures.items()
+            if self._workers and is_of_node(error)
+        }
         # On several nodes, the one that fails first makes the others fail.
         if len(nodes) == 1 and not state.is_preempted:
             state.strikes.add(dict.fromkeys(nodes, "workers crashed, hung or had wrong results"))
@@ -239,7 +242,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             if status.error is not None
         }
         preemption = worker_group_status.get_preemption_info()
-        if preemption is not None and state.commit_count > self._polled_commit_count:
+        if preemption and state.commit_count > self._polled_commit_count:
             expired = type(preemption)(deadline_ms=1, preempted_node_to_ranks=preemption.preempted_node_to_ranks)
             for worker in self._workers:
                 worker.actor.mark_preempt.remote(expired)
@@ -273,10 +276,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state.budget.commit()
         if state.commit_count == 1:
             state.keepers.free_before(self._attempt, self.hooks.group)
-        size_bytes = sum(newest.manifest.get(newest.checkpoint, {}).values())
         state.publish(
             ev.CheckpointCommitted(
-                checkpoint=newest.checkpoint, size_bytes=size_bytes, metrics=rank_zero, world_size=world_size
+                checkpoint=newest.checkpoint,
+                size_bytes=sum(newest.manifest.get(newest.checkpoint, {}).values()),
+                metrics=rank_zero,
+                world_size=world_size,
             )
         )
         reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, rank_zero.get("step", 0))

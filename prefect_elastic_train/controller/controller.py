@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
-from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.controller import controller as rays_controller
 
 from prefect_elastic_train.worker.loop_inspection import has_session
@@ -37,7 +36,7 @@ def limit_process_group_shutdown() -> None:
         os.environ.setdefault(name, "5")
 
 
-class TrainController(RaysTrainController):  # type: ignore[misc]
+class TrainController(rays_controller.TrainController):  # type: ignore[misc]
     """Ray Train's controller with this package's scaling policy, failure policy, callbacks and worker groups.
 
     It shuts down a lost worker group before it decides about the next one: Ray moves the bundles of a lost node to

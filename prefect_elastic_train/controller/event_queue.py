@@ -82,10 +82,11 @@ class EventSender(EventQueue):
         on_request: Function that is called, in a thread, when the driver requests a save.
     """
 
+    _connection: socket.socket | None = None
+
     def __init__(self, receiver: ReceiverAddress, on_request: Callable[[], None]) -> None:
         self._receiver = receiver
         self._on_request = on_request
-        self._connection: socket.socket | None = None
         super().__init__()
 
     def close(self, timeout_seconds: float) -> None:
@@ -113,7 +114,7 @@ class EventSender(EventQueue):
     def _disconnect(self) -> None:
         connection = self._connection
         self._connection = None
-        if connection is not None:
+        if connection:
             with suppress(OSError):  # it is broken
                 connection.shutdown(socket.SHUT_RDWR)  # also ends the wait for requests
             connection.close()

@@ -3,10 +3,9 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to replace a failure policy.
 """
 
-from ray.train import ControllerError, TrainingFailedError
+from ray.train import ControllerError, FailureConfig, TrainingFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
-from ray.train.v2.api.config import FailureConfig
 
 from .controller_state import ControllerState
 from .failures import failures_of, permanent_reason, skipped_steps

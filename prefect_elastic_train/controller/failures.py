@@ -105,7 +105,7 @@ def permanent_reason(failures: Collection[Exception]) -> str:
     cause = decisive_failure(failures)
     if isinstance(cause, IgnoredCheckpointError):
         return "the training ends, as configured by ignored_checkpoint='fail'"
-    return "the storage refuses permanently" if cause is not None and cause.permanent else ""
+    return "the storage refuses permanently" if cause and cause.permanent else ""
 
 
 def must_await_cause(errors: Sequence[Exception | None], waited_seconds: float) -> bool:

@@ -6,14 +6,14 @@ hangs if it is stopped, or if the kernel does not run it for some time and it do
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from typing import Any
 
 import ray
 from ray.train import WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from prefect_elastic_train.core.events import Event, StallTimeoutLearned
+from prefect_elastic_train.core.events import Publish, StallTimeoutLearned
 from prefect_elastic_train.loop.phases import PhaseReport
 from prefect_elastic_train.worker.loop_inspection import thread_stacks
 from prefect_elastic_train.worker.thread_activity import ThreadActivity, observe_threads
@@ -58,10 +58,11 @@ class HangWatch:
         publish: Function that publishes an event.
     """
 
-    def __init__(self, publish: Callable[[Event], None]) -> None:
+    _published = 0.0  # the limit of a step
+
+    def __init__(self, publish: Publish) -> None:
         self._publish = publish
-        self._longest: defaultdict[str, float] = defaultdict(float)  # seconds, by phase
-        self._published = 0.0  # the limit of a step
+        self._longest = defaultdict[str, float](float)  # seconds, by phase
 
     def begin_group(self, workers: Sequence[Any]) -> None:
         """Begin to watch a new worker group. What was learned from earlier ones still holds."""
@@ -99,7 +100,7 @@ class HangWatch:
         """Learn from the answers of a poll. A rank that did not answer is still in the phase that it had."""
         for rank, status in enumerate(statuses):
             report: PhaseReport | None = getattr(status, "phase", None)
-            if report is not None and status.running:
+            if report and status.running:
                 self._answered[rank] = now
                 self._ranks[rank] = report._replace(seconds=now - report.seconds)
                 for phase, seconds in report.longest.items():
@@ -170,7 +171,7 @@ def hang_error(problem: str, texts: Mapping[int, str], hung: Container[int], wor
         hung: Ranks that hang; the others wait for them.
         world_size: Number of ranks.
     """
-    failures: dict[int, Exception] = {}
+    failures = {}
     for rank in range(world_size):
         failures[rank] = failure = HungLoopError(f"{problem}; the rank {texts.get(rank, 'does not answer')}")
         failure.is_consequence = rank not in hung

@@ -17,13 +17,7 @@ import ray
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2.jax.config import JaxConfig, _JaxBackend
 
-from prefect_elastic_train.worker.jax_processes import (
-    LEAVE_SECONDS,
-    is_joined,
-    join,
-    leave,
-    remove_multislice_variables,
-)
+from prefect_elastic_train.worker import jax_processes
 
 _COLLECTIVES_QUERY_SECONDS = 1.0  # for all ranks to answer; a dead one is noticed at once
 
@@ -38,14 +32,18 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
         """
         if backend_config.use_tpu:
             if worker_group.get_worker_group_context().num_slices == 1:
-                worker_group.execute(remove_multislice_variables)
+                worker_group.execute(jax_processes.remove_multislice_variables)
             super().on_start(worker_group, backend_config)
             return
         platform = "cuda,cpu" if backend_config.use_gpu else "cpu"  # the first is the default
         size = len(worker_group)
         host, port = worker_group.execute_single(0, get_address_and_port)
-        address = f"{host}:{port}"
-        ray.get([worker_group.execute_single_async(rank, join, platform, address, size, rank) for rank in range(size)])
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, jax_processes.join, platform, f"{host}:{port}", size, rank)
+                for rank in range(size)
+            ]
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:
         """Shut down ``jax.distributed`` in all workers of a worker group together, or in none if a rank is lost.
@@ -53,8 +51,9 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
         Otherwise a worker would take the exit of another worker for a failure.
         """
         with suppress(ray.exceptions.RayError, TimeoutError):
-            if any(ray.get(worker_group.execute_async(is_joined), timeout=_COLLECTIVES_QUERY_SECONDS)):
-                ray.get(worker_group.execute_async(leave), timeout=LEAVE_SECONDS + _COLLECTIVES_QUERY_SECONDS)
+            if any(ray.get(worker_group.execute_async(jax_processes.is_joined), timeout=_COLLECTIVES_QUERY_SECONDS)):
+                timeout = jax_processes.LEAVE_SECONDS + _COLLECTIVES_QUERY_SECONDS
+                ray.get(worker_group.execute_async(jax_processes.leave), timeout=timeout)
 
 
 @dataclass
@@ -66,7 +65,7 @@ class RunJaxConfig(JaxConfig):  # type: ignore[misc]
 
 def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConfig:
     """Return the user's JAX configuration if it has a backend of its own, else a :class:`RunJaxConfig`."""
-    if jax_config is not None and jax_config.backend_cls is not _JaxBackend:
+    if jax_config and jax_config.backend_cls is not _JaxBackend:
         return jax_config
     config = jax_config or scaling_config
     return RunJaxConfig(use_tpu=config.use_tpu, use_gpu=config.use_gpu)

@@ -40,16 +40,17 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         failures: Worker groups that have failed before their first step, by the recovery point.
     """
 
+    are_used = False
+    restored_point: StateHeader | None = None
+    _heartbeat_at = 0.0
+
     def __init__(self, run_id: str, memory_fraction: float) -> None:
         self._run_id = run_id
         self._fraction = memory_fraction
         self._keepers: dict[str, Any] = {}  # actors by node
-        self.are_used = False
-        self.restored_point: StateHeader | None = None
-        self.failures: Counter[StateHeader] = Counter()
+        self.failures = Counter[StateHeader]()
         self._workers: list[Any] = []
-        self._nodes: Counter[str] = Counter()  # those of the workers, if their session makes recovery points
-        self._heartbeat_at = 0.0
+        self._nodes = Counter[str]()  # those of the workers, if their session makes recovery points
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
@@ -105,22 +106,20 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         Returns:
             The states by rank, each with all locations where it can be read.
         """
-        committed = (0, 0, 0)
-        if newest:
-            committed = (*age_of(newest.checkpoint)[:2], newest.latest["metrics"].get("step", 0))
-        point = None
+        committed = (*age_of(newest.checkpoint)[:2], newest.latest["metrics"].get("step", 0)) if newest else (0, 0, 0)
         try:
             states, point = self._list_states(committed)
         except Exception:
             logger.warning("Cannot read the recovery points; training continues from the checkpoint", exc_info=True)
-        if point and self.failures[point] >= _MAX_FAILURES:
+            return []
+        if not point:
+            return []
+        if self.failures[point] >= _MAX_FAILURES:
             logger.warning(
                 "%d worker groups have failed at the recovery point of step %d; trying the checkpoint",
                 _MAX_FAILURES,
                 point.step,
             )
-            point = None
-        if not point:
             return []
         self.restored_point = point
         self.free_before(point.attempt, point.group)

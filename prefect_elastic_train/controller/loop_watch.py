@@ -10,16 +10,16 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.train import WorkerGroupError
 
 from prefect_elastic_train.core.causes import format_ranks
-from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.core.events import FirstStep, LoopWarned, Publish
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.loop.restart_notice import announce_end
-from prefect_elastic_train.worker.loop_inspection import Position, current_line, has_opened_checkpoint, thread_stacks
+from prefect_elastic_train.worker.loop_inspection import current_line, has_opened_checkpoint, thread_stacks
 
 from .failures import IgnoredCheckpointError
 from .hang_watch import HangWatch, hang_error
@@ -58,7 +58,7 @@ class LoopWatch:
     _has_saved = False
     _workers: Sequence[Any] = ()
 
-    def __init__(self, settings: FailureSettings, publish: Callable[[Event], None]) -> None:
+    def __init__(self, settings: FailureSettings, publish: Publish) -> None:
         self._settings = settings
         self._publish = publish
         self._hangs = HangWatch(publish)
@@ -148,7 +148,7 @@ class LoopWatch:
 
     def _update_step(self, statuses: Sequence[Any]) -> None:
         """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
-        positions: list[Position] = [status.position for status in statuses if getattr(status, "position", None)]
+        positions = [status.position for status in statuses if getattr(status, "position", None)]
         if positions and len(positions) == len(statuses) and not self.has_stepped:
             self.has_stepped = True
             self.step = positions[0].began_from
@@ -191,17 +191,15 @@ class LoopWatch:
 
     def _warn(self, problem: Any, message: str) -> None:
         """Publish a problem once for each worker group, with the ranks' current lines for ``{}`` in its message."""
-        if problem not in self._published:
-            self._published.add(problem)
-            self._publish(LoopWarned(problem=problem, message=message.format(self._positions())))
-
-    def _positions(self) -> str:
-        """Return the current line of the loop in each rank, as text."""
+        if problem in self._published:
+            return
+        self._published.add(problem)
         answers = query_workers(self._workers, current_line)
-        ranks: defaultdict[str, list[int]] = defaultdict(list)
+        ranks = defaultdict[str, list[int]](list)
         for rank in range(len(self._workers)):
             ranks[answers.get(rank, "does not answer")].append(rank)
-        return "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
+        lines = "; ".join(f"{format_ranks(ranks[line])} {line}" for line in ranks)
+        self._publish(LoopWarned(problem=problem, message=message.format(lines)))
 
 
 def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -4,7 +4,6 @@ import json
 import time
 from collections import defaultdict
 from contextlib import suppress
-from itertools import chain
 
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.runs.layout import STATE_FOLDER
@@ -49,9 +48,10 @@ class NodeStrikes:
     def nodes_to_leave_out(self) -> dict[str, str]:
         """Return the ids of the nodes that have too many strikes, and the reasons as text."""
         reasons = defaultdict[str, list[str]](list)
-        for at, node, reason in chain.from_iterable(self._strikes.values()):
-            if time.time() - at < self._seconds:
-                reasons[node].append(reason)
+        for strikes in self._strikes.values():
+            for at, node, reason in strikes:
+                if time.time() - at < self._seconds:
+                    reasons[node].append(reason)
         return {
             node: "; ".join(dict.fromkeys(reasons[node])) for node in reasons if 0 < self._limit <= len(reasons[node])
         }

@@ -204,7 +204,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         committed = state.commit_count > self._commit_count
         statuses = worker_group_status.worker_statuses.values()
         positions = [getattr(status, "position", None) for status in statuses]
-        held = bool(self._growth_planned_at) and all(rank and rank.held_for == self._growths for rank in positions)
+        held = self._growth_planned_at and all(rank and rank.held_for == self._growths for rank in positions)
         is_due = committed or held or now >= self._next_check
         if not is_due or not all(status.running for status in statuses):
             return rays.NoopDecision()
@@ -226,7 +226,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
                 worker.execute_async(set_announced_growth, self._growths if target else 0)
         waited = now - self._growth_planned_at
         # Without any checkpoint, a growth would lose all work.
-        has_waited = state.commits.newest is not None and 0 < self._settings.resize_patience_seconds <= waited
+        has_waited = state.commits.newest and 0 < self._settings.resize_patience_seconds <= waited
         if not target or not (committed or held or has_waited):
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
@@ -280,8 +280,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._demand = replace(self._demand, max_workers=most)
         demand = replace(self._demand, held=held)
         # The coordinator divides the resources of the cluster between trainings.
-        requester_id = self._requester_id
-        reserved = reserved_resources(self._autoscaling_coordinator, requester_id) if requester_id else None
+        reserved = None
+        if self._requester_id:
+            reserved = reserved_resources(self._autoscaling_coordinator, self._requester_id)
         nodes = self._usable_nodes(now, demand, reserved)
         self._state.assumed_nodes = {node.id for node in nodes}
         stable_nodes = [node for node in self._stability.observe(now, nodes) if node.id not in without]

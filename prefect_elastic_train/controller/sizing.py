@@ -79,7 +79,7 @@ def possible_workers(
     most = demand.max_workers
     if reserved is not None:
         most = min(most, sum(_fitting(part, demand.resources) for part in reserved))
-    if demand.shape is not None:
+    if demand.shape:
         return min(most // demand.shape.workers, len(free_slices(nodes, demand))) * demand.shape.workers
     most_on_node = 1 if demand.strategy == "STRICT_SPREAD" else most
     room = {node.id: min(_workers_on(node, demand), most_on_node) for node in nodes}
@@ -118,13 +118,13 @@ def _count_placed(
 def free_slices(nodes: Collection[Node], demand: Demand) -> list[list[Node]]:
     """Return the hosts of each TPU slice of the demanded shape that is whole and free, sorted by the slice's name."""
     shape = demand.shape
-    assert shape is not None
+    assert shape
     return [hosts for _, hosts in _slices(nodes, shape) if _is_free(hosts, demand, shape)]
 
 
 def _slices(nodes: Collection[Node], shape: SliceShape) -> list[tuple[str, list[Node]]]:
     """Return name and hosts of each TPU slice of a shape, sorted by name. Hosts that are lost or drain are missing."""
-    members: defaultdict[str, list[Node]] = defaultdict(list)
+    members = defaultdict[str, list[Node]](list)
     for node in nodes:
         if node.labels.get("ray.io/tpu-pod-type") == shape.pod_type:
             is_whole = node.total.get("TPU", 0) >= shape.chips
@@ -236,10 +236,10 @@ class Start:
     wait_for_max_seconds: float = 0.0
     _last_size: int | None = None
     _since: float | None = None
-    _failures: int = 0
-    _reduced_size: int = 0
-    _limited_until: float = 0.0
-    _not_before: float = 0.0
+    _failures = 0
+    _reduced_size = 0
+    _limited_until = 0.0
+    _not_before = 0.0
 
     def waited_seconds(self, now: float) -> float:
         """Return for how many seconds no worker group has trained, counted from the first call without one."""
@@ -264,7 +264,7 @@ class Start:
         """
         self._failures += 1
         if refused:
-            step = self.demand.shape.workers if self.demand.shape is not None else 1
+            step = self.demand.shape.workers if self.demand.shape else 1
             self._reduced_size = max(self.demand.min_workers, refused - step * 2 ** (self._failures - 1))
             self._limited_until = now + _REFUSED_SECONDS
         if refused <= self.demand.min_workers:

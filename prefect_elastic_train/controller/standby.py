@@ -10,7 +10,7 @@ Uses ``ray.train.v2._internal``, since Ray has no public way to replace the acto
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from prefect_elastic_train.core.events import Event, StandbysParked
+from prefect_elastic_train.core.events import Publish, StandbysParked
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.worker.standby_process import (
     assigned_devices,
@@ -96,7 +96,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
 
     _size_bytes = 0  # memory of a standby worker
 
-    def __init__(self, framework: str, mode: str, publish: Callable[[Event], None]) -> None:
+    def __init__(self, framework: str, mode: str, publish: Publish) -> None:
         self._framework = framework
         self._mode = mode
         self._publish = publish
@@ -120,8 +120,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
         if not self._has_reported and any(status.training_report for status in statuses):
             self._has_reported = True
             self._next_check = now
-        is_draining = worker_group_status.get_preemption_info() is not None
-        if self._mode == "off" or is_draining or now < self._next_check:
+        if self._mode == "off" or worker_group_status.get_preemption_info() or now < self._next_check:
             return
         try:
             self._boot_missing()
@@ -148,7 +147,7 @@ class Standbys(WorkerGroupCallback):  # type: ignore[misc]
         self._collect()
         workers: dict[int, Worker] = {}
         try:
-            warm = [standby for standby in self._parked if standby.metadata is not None]
+            warm = [standby for standby in self._parked if standby.metadata]
             if warm:
                 workers = _assign(warm, group, indices, resources)
         except Exception:
@@ -210,11 +209,10 @@ def _assign(
     see, and answers.
     """
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    devices: dict[int, dict[str, list[Any]]] = {index: {} for index in indices}
-    if resources.get("GPU"):
-        devices = _bundle_devices(group, indices, resources["GPU"])
+    gpus = resources.get("GPU")
+    devices = _bundle_devices(group, indices, gpus) if gpus else {index: {} for index in indices}
     visible = _visible_devices((nodes[index], devices[index]) for index in indices)
-    workers: dict[int, Worker] = {}
+    workers = {}
     for index in indices:
         location = (nodes[index], visible[nodes[index]])
         for standby in [standby for standby in warm if (standby.metadata.node_id, standby.visible_devices) == location]:
@@ -234,7 +232,7 @@ def _assign(
 
 def _visible_devices(locations: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str, str]:
     """Return ``CUDA_VISIBLE_DEVICES`` by node: with Ray Train, each worker sees the GPUs of all workers of its node."""
-    gpus_by_node: defaultdict[str, set[str]] = defaultdict(set)
+    gpus_by_node = defaultdict[str, set[str]](set)
     for node_id, devices in locations:
         gpus_by_node[node_id].update(map(str, devices.get("GPU", [])))
     return {node_id: ",".join(sorted(gpus)) for node_id, gpus in gpus_by_node.items()}

@@ -2,30 +2,31 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from prefect_elastic_train.core.events import Event, StragglerFound
+from prefect_elastic_train.core.events import Publish, StragglerFound
 
 _FACTOR = 1.2  # smallest time of a straggler, as a multiple of the usual time
 _WINDOWS = 3  # in a row, in which a rank is slow
 _INTERVAL_SECONDS = 1.0  # between two windows that are compared: those of fast steps are short
 
 
+@dataclass
 class StragglerWatch:
     """Finds the stragglers of worker groups, in the controller, by the times that ranks measure in windows of steps.
 
-    Args:
+    Attributes:
         publish: Function that publishes an event.
     """
 
-    def __init__(self, publish: Callable[[Event], None]) -> None:
-        self._publish = publish
+    publish: Publish
 
     def begin_group(self, workers: Sequence[Any]) -> None:
         """Begin to watch a new worker group."""
         self._workers = workers
-        self._slow: Counter[int] = Counter()  # windows in a row, by rank
+        self._slow = Counter[int]()  # windows in a row, by rank
         self._published: set[int] = set()
         self._compared_step = 0
         self._next_at = 0.0
@@ -57,6 +58,7 @@ class StragglerWatch:
             if slow[rank] >= _WINDOWS and rank not in self._published:
                 self._published.add(rank)
                 node_id = self._workers[rank].metadata.node_id
-                times = {"seconds": window.seconds, "usual_seconds": usual.seconds}
-                self._publish(StragglerFound(rank=rank, node_id=node_id, **times))
+                self.publish(
+                    StragglerFound(rank=rank, node_id=node_id, seconds=window.seconds, usual_seconds=usual.seconds)
+                )
         self._slow = slow

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from .nodes import cluster_nodes
@@ -33,7 +33,7 @@ def place_on_slices(demand: Demand, context: Any, left_out: Container[str]) -> h
         WorkerGroupStartupTimeoutError: Too few slices are free, or a slice was not reserved in time.
     """
     shape = demand.shape
-    assert shape is not None
+    assert shape
     deadline = time.monotonic() + _RELEASE_SECONDS
     while (
         len(slices := free_slices([node for node in cluster_nodes() if node.id not in left_out], demand))
@@ -42,7 +42,7 @@ def place_on_slices(demand: Demand, context: Any, left_out: Container[str]) -> h
         if time.monotonic() > deadline:
             raise WorkerGroupStartupTimeoutError(context.num_workers)
         time.sleep(_POLL_SECONDS)
-    heads = list[PlacementGroup]()
+    heads = []
     selectors: list[dict[str, str]] = []
     try:
         for hosts in slices[: context.num_slices]:

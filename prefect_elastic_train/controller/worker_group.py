@@ -154,7 +154,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _watch_nodes(self, is_started: threading.Event) -> None:
         """Remove the placement group once one of its nodes is lost, so that waits for it and for its workers end."""
         while not is_started.wait(_NODES_SECONDS):
-            if self._handle is not None and _lost_or_draining_nodes(self._node_ids):
+            if self._handle and _lost_or_draining_nodes(self._node_ids):
                 self._handle.shutdown()
                 return
 

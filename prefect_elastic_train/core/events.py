@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -277,6 +278,9 @@ SESSION_EVENTS = (FirstStep, WorkerGroupStarted, GroupFailed, WorkerGroupResized
 
 #: Events that are dropped when a channel is full.
 DROPPABLE = (ControllerAlive, Reported)
+
+#: Function that publishes an event.
+Publish = Callable[[Event], None]
 
 #: Events of training without incidents.
 ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StallTimeoutLearned, StandbysParked)

@@ -465,7 +465,7 @@ def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch
     async def poll(self):
         return SimpleNamespace(worker_statuses=statuses)
 
-    monkeypatch.setattr(controller.RaysTrainController, "_poll_workers", poll)
+    monkeypatch.setattr(controller.rays_controller.TrainController, "_poll_workers", poll)
 
     def interval(workers, report=None):
         statuses.clear()

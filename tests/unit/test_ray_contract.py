@@ -121,7 +121,9 @@ def test_every_private_attribute_of_ray_in_use_is_listed_and_no_other_is() -> No
 
 def test_rays_controller_makes_the_checkpoint_manager_that_its_module_names() -> None:
     assert issubclass(controller.rays_controller.CheckpointManager, CheckpointManager)
-    assert "self._checkpoint_manager = CheckpointManager(" in inspect.getsource(controller.RaysTrainController.__init__)
+    assert "self._checkpoint_manager = CheckpointManager(" in inspect.getsource(
+        controller.rays_controller.TrainController.__init__
+    )
 
 
 def test_rays_watcher_of_drains_is_the_one_that_its_module_names_and_looks_again_at_what_was_kept_back() -> None:
@@ -287,7 +289,7 @@ def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates()
 def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
     monkeypatch: pytest.MonkeyPatch, asked: bool, answers: dict[int, bool], relaxes: bool
 ) -> None:
-    rays, relaxed = controller.RaysTrainController, list[Any]()
+    rays, relaxed = controller.rays_controller.TrainController, list[Any]()
     monkeypatch.setattr(rays, "_relax_collectives_during_preemption", lambda self, info: relaxed.append(info))
     monkeypatch.setattr(controller, "query_workers", lambda workers, function: answers)
     made = controller.TrainController.__new__(controller.TrainController)
