@@ -96,8 +96,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _diagnose_single(error: BaseException) -> Fault | None:
-    names = [base.__name__ for base in type(error).__mro__]
-    fault = next((_FAULTS[name] for name in names if name in _FAULTS), None)
+    fault = next((_FAULTS[base.__name__] for base in type(error).__mro__ if base.__name__ in _FAULTS), None)
     if fault is not None:
         return _UNREACHABLE if fault is _TLS and _CLOSED_TLS.search(str(error)) else fault
     code, status = _http_response(error)
@@ -109,8 +108,7 @@ def _diagnose_single(error: BaseException) -> Fault | None:
                 return _FAULTS[key]
         if status >= 500:  # also unofficial ones of proxies
             return _BUSY
-        advice = "check the credentials, and the storage's log"
-        return Fault(f"refused ({specific})", advice) if status >= 400 else None
+        return Fault(f"refused ({specific})", "check the credentials, and the storage's log") if status >= 400 else None
     if isinstance(error, OSError) and error.errno is not None:
         fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
     return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault

@@ -8,13 +8,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 
 from .fault_classes import diagnose
-from .retries import Result, Retries
+from .retries import Result
 from .store import NOTHING, RunStore, for_each, retried
+
+if TYPE_CHECKING:
+    from .opening import Storage
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
@@ -24,21 +27,10 @@ _FILES_AT_ONCE = 8
 _LARGE_FILES_AT_ONCE = 2  # those of several parts, which are in memory during the upload
 
 
-class ObjectStorage(Protocol):
-    """The storage that an :class:`ObjectRunStore` belongs to."""
-
-    uri: str
-    retries: Retries
-
-    @property
-    def filesystem(self) -> Any:
-        """The fsspec filesystem of the object store."""
-
-
 class ObjectRunStore(RunStore):
     """A run directory in an object store. ``path`` begins with the bucket."""
 
-    def __init__(self, path: str, storage: ObjectStorage) -> None:
+    def __init__(self, path: str, storage: "Storage") -> None:
         super().__init__(path.strip("/"), storage.retries)
         self.storage = storage
         self.uri = f"{storage.uri.partition('://')[0]}://{self.path}"
@@ -59,7 +51,7 @@ class ObjectRunStore(RunStore):
             logger.info("unfinished uploads cannot be removed and take up space: %s", error)
 
     def download(self, name: str, target: str) -> None:
-        sizes = self.file_sizes(name) or {}
+        sizes = self.file_sizes(name)
         if not sizes:
             raise FileNotFoundError(f"{self.uri}/{name}".rstrip("/") + ": there is no such checkpoint")
         for file in sizes:
@@ -100,9 +92,11 @@ class ObjectRunStore(RunStore):
     @retried("list")
     def entries(self, folder: str) -> list[tuple[str, bool]]:
         key = self._key(folder)
-        entries = self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []
-        names = [(_below(key, entry["name"]), entry["type"] == "directory") for entry in entries]
-        return [(name, is_folder) for name, is_folder in names if name and "/" not in name]
+        return [
+            (name, entry["type"] == "directory")
+            for entry in self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []
+            if (name := _below(key, entry["name"])) and "/" not in name
+        ]
 
     @retried("list")
     def file_sizes(self, folder: str) -> dict[str, int] | None:

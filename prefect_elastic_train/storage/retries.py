@@ -40,64 +40,60 @@ class Waits:
     last: str = ""  # error of the last failed try
 
 
-class _WaitMonitor:
-    """Measures the time that this process waits for its storage. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waits = Waits()
-        self._counted_until = 0.0
-        #: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
-        self._running: list[float] = []
-
-    def collect(self) -> Waits:
-        """Return the time that this process has waited for its storage since the last call of this method.
-
-        For an operation that is still running, it is the time up to its last try.
-        """
-        with self._lock:
-            waits = self._waits
-            self._waits = Waits()
-            return waits
-
-    def waiting_since(self) -> float | None:
-        """Return the start of the oldest storage operation that is running, in seconds of the monotonic clock.
-
-        Return None if all running operations are younger than some seconds.
-        """
-        oldest = min([*self._running], default=math.inf)
-        return oldest if time.monotonic() - oldest > _REPORT_SECONDS else None
-
-    @contextmanager
-    def operation(self) -> Iterator[None]:
-        """Count the ``with`` block as one running operation of the storage."""
-        began = time.monotonic()
-        self._running.append(began)
-        try:
-            yield
-        finally:
-            self._running.remove(began)
-
-    def count(self, began: float, failed: str = "") -> None:
-        """Add the time since ``began`` to the time that this process has waited for its storage.
-
-        Time that a concurrent operation has added is not added again. ``failed`` is the error of a failed try, which is
-        counted; empty for none.
-        """
-        with self._lock:
-            now = time.monotonic()
-            self._waits.seconds += now - max(began, self._counted_until)
-            self._counted_until = now
-            if failed:
-                self._waits.tries += 1
-                self._waits.last = failed
+# One for the process: the loop, its uploads and the controller wait for the same storage.
+_lock = threading.Lock()
+_waits = Waits()
+_counted_until = 0.0
+#: Start of each running operation. On a hard mount whose server does not answer, none succeeds or fails.
+_running: list[float] = []
 
 
-#: One for the process: the loop, its uploads and the controller wait for the same storage.
-_monitor = _WaitMonitor()
-collect_waits = _monitor.collect
-waiting_since = _monitor.waiting_since
-operation = _monitor.operation
+def collect_waits() -> Waits:
+    """Return the time that this process has waited for its storage since the last call of this function. Thread-safe.
+
+    For an operation that is still running, it is the time up to its last try.
+    """
+    global _waits
+    with _lock:
+        waits = _waits
+        _waits = Waits()
+        return waits
+
+
+def waiting_since() -> float | None:
+    """Return the start of the oldest storage operation that is running, in seconds of the monotonic clock.
+
+    Return None if all running operations are younger than some seconds.
+    """
+    oldest = min([*_running], default=math.inf)
+    return oldest if time.monotonic() - oldest > _REPORT_SECONDS else None
+
+
+@contextmanager
+def operation() -> Iterator[None]:
+    """Count the ``with`` block as one running operation of the storage."""
+    began = time.monotonic()
+    _running.append(began)
+    try:
+        yield
+    finally:
+        _running.remove(began)
+
+
+def _count_wait(began: float, failed: str = "") -> None:
+    """Add the time since ``began`` to the time that this process has waited for its storage. Thread-safe.
+
+    Time that a concurrent operation has added is not added again. ``failed`` is the error of a failed try, which is
+    counted; empty for none.
+    """
+    global _counted_until
+    with _lock:
+        now = time.monotonic()
+        _waits.seconds += now - max(began, _counted_until)
+        _counted_until = now
+        if failed:
+            _waits.tries += 1
+            _waits.last = failed
 
 
 @dataclass(frozen=True)
@@ -116,36 +112,36 @@ class Retries:
     secrets: tuple[str, ...] = field(default=(), repr=False)
     outage: str = ""
 
-    def call(self, title: str, operation: Callable[[], Result]) -> Result:
+    def call(self, title: str, action: Callable[[], Result]) -> Result:
         """Run an operation of the storage, with retries after transient faults, and return its result.
 
         Args:
             title: The operation in messages, such as ``"write runs/a/b.json"``.
-            operation: May run several times, also after it has succeeded and its response was lost.
+            action: The operation. It may run several times, also after it has succeeded and its response was lost.
 
         Raises:
             StorageFaultError: A permanent fault of the storage, or a transient one for too long.
             Exception: Any other error, unchanged.
         """
 
-        with _monitor.operation(), closing(self._pauses(title)) as pauses:
+        with operation(), closing(self._pauses(title)) as pauses:
             next(pauses)
             while True:
                 try:
                     self._check_outage()
-                    return operation()
+                    return action()
                 except Exception as error:  # noqa: BLE001 - raised again unless it is a transient fault
                     failure = error
                 time.sleep(pauses.send(failure))
 
-    async def call_async(self, title: str, operation: Callable[[], Awaitable[Result]]) -> Result:
+    async def call_async(self, title: str, action: Callable[[], Awaitable[Result]]) -> Result:
         """Run an operation of the storage in an event loop, with retries, as :meth:`call` does without one."""
-        with _monitor.operation(), closing(self._pauses(title)) as pauses:
+        with operation(), closing(self._pauses(title)) as pauses:
             next(pauses)
             while True:
                 try:
                     self._check_outage()
-                    return await operation()
+                    return await action()
                 except Exception as error:  # noqa: BLE001 - raised again unless it is a transient fault
                     failure = error
                 await asyncio.sleep(pauses.send(failure))
@@ -175,21 +171,23 @@ class Retries:
             while _is_transient(error):
                 tries += 1
                 elapsed = time.monotonic() - began
-                _monitor.count(began, self._summary(error))
+                summary = self._summary(error)
+                _count_wait(began, summary)
                 if elapsed >= _REPORT_SECONDS and not is_reported:
                     is_reported = True
                     message = "%s does not answer for %.0f s, tried %d times to %s, retrying for up to %.0f s: %s"
-                    logger.warning(message, self.storage, elapsed, tries, title, self.seconds, self._summary(error))
+                    logger.warning(message, self.storage, elapsed, tries, title, self.seconds, summary)
                 if elapsed >= self.seconds:
                     break
                 longest = min(_FIRST_PAUSE_SECONDS * 2 ** min(tries - 1, 10), _MAX_PAUSE_SECONDS)
                 error = yield min(_random.uniform(0.0, longest), self.seconds - elapsed)
-            raise self._translate(error, title, f"It was tried {tries} times for {elapsed:.0f} s")
+            outlook = f"It was tried {tries} times for {elapsed:.0f} s. Is it up and reachable from this machine?"
+            raise self._translate(error, title, outlook)
         finally:
             if tries:
-                _monitor.count(began)
+                _count_wait(began)
 
-    def _translate(self, error: Exception, title: str, attempts: str) -> Exception:
+    def _translate(self, error: Exception, title: str, outlook: str) -> Exception:
         """Return a StorageFaultError for an error that is a fault of the storage or contains a secret of it.
 
         Return any other error unchanged.
@@ -200,7 +198,6 @@ class Retries:
         if isinstance(error, StorageFaultError) or (fault is None and not has_secret):
             return error
         fault = fault or Fault("unknown", "correct the settings of the storage block")
-        outlook = f"{attempts}. Is it up and reachable from this machine?"
         remedy = f"To go on, {fault.advice}" if fault.permanent else outlook
         message = f"{self.storage}: cannot {title}: {fault.kind}: {self._summary(error)}. {remedy}"
         translated = StorageFaultError(message, kind=fault.kind, permanent=fault.permanent)

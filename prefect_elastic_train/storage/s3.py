@@ -62,7 +62,7 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         # The metadata service of an instance limits its rate of responses, and many workers start together.
         session.set_config_variable("metadata_service_num_attempts", 4)
         session.set_config_variable("metadata_service_timeout", 2)
-        verify = (settings.ca_bundle or None) if settings.verify_tls else False
+        verify = settings.verify_tls and (settings.ca_bundle or None)
         super().__init__(
             session=session,
             key=settings.access_key_id.get_secret_value() or None,
@@ -98,7 +98,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             return {"ETag": {name: response[name] for name in ("ETag", "ChecksumCRC32") if name in response}}
         if method == "complete_multipart_upload":
             for part in arguments["MultipartUpload"]["Parts"]:
-                part.update(part["ETag"] if isinstance(part["ETag"], dict) else {})
+                if isinstance(part["ETag"], dict):
+                    part.update(part["ETag"])
         return await bounded()
 
     async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:

@@ -6,12 +6,12 @@ The fence needs neither locks nor clocks, only exclusive creation and atomic rep
 Belongs to all processes.
 """
 
-import abc
 import copy
 import functools
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -50,7 +50,7 @@ def retried(verb: str) -> Callable[[Method], Method]:
     return decorate
 
 
-class RunStore(abc.ABC):
+class RunStore(ABC):
     """Operations on one run directory. Transient faults are retried (see :func:`retried`).
 
     Names are relative, with forward slashes. A store can be pickled.
@@ -75,7 +75,7 @@ class RunStore(abc.ABC):
         limited.retries = replace(self.retries, seconds=min(seconds, self.retries.seconds))
         return limited
 
-    @abc.abstractmethod
+    @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
         """Create an object in the run directory that does not exist yet, atomically; it is durable on return.
 
@@ -86,18 +86,18 @@ class RunStore(abc.ABC):
             time.
         """
 
-    @abc.abstractmethod
+    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
         """Write an object in the run directory atomically, whether it exists or not.
 
         A reader gets the old or the new content, never a mixture.
         """
 
-    @abc.abstractmethod
+    @abstractmethod
     def read(self, name: str) -> bytes | None:
         """Return the content of an object in the run directory; None if it does not exist."""
 
-    @abc.abstractmethod
+    @abstractmethod
     def entries(self, folder: str) -> list[tuple[str, bool]]:
         """Return the name of each object and folder directly in a folder, and True if it is a folder.
 
@@ -112,18 +112,18 @@ class RunStore(abc.ABC):
         """Return the names of the folders directly in a folder of the run directory, sorted."""
         return sorted(name for name, is_folder in self.entries(folder) if is_folder)
 
-    @abc.abstractmethod
+    @abstractmethod
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """Return path and size in bytes of every file below a folder of the run directory.
 
         Paths are relative to the folder. Return None if there is no such folder.
         """
 
-    @abc.abstractmethod
+    @abstractmethod
     def size(self, name: str) -> int | None:
         """Return the size in bytes of an object in the run directory; None if it does not exist."""
 
-    @abc.abstractmethod
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete an object from the run directory if it exists."""
 
@@ -164,7 +164,7 @@ class RunStore(abc.ABC):
         else:
             self.replace(f"{name}/{NOTHING}", b"")
 
-    @abc.abstractmethod
+    @abstractmethod
     def download(self, name: str, target: str) -> None:
         """Copy the contents of a folder of the run directory to a local folder.
 
@@ -179,10 +179,10 @@ class RunStore(abc.ABC):
         """
         self.upload(source, name)
 
-    @abc.abstractmethod
+    @abstractmethod
     def _delete_folder(self, name: str) -> None: ...
 
-    @abc.abstractmethod
+    @abstractmethod
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         """Copy local files into the run directory, with retries. ``files`` has local path and name of each."""
 
@@ -229,7 +229,7 @@ class LocalRunStore(RunStore):
         root = self._root / folder
         if not root.is_dir():
             return None
-        sizes: dict[str, int] = {}
+        sizes = {}
         for parent, _, files in os.walk(root, onerror=_raise_unless_deleted):
             for path in (f"{parent}/{file}" for file in files if not file.startswith(TEMPORARY_PREFIX)):
                 with suppress(FileNotFoundError):  # deleted in the meantime
