@@ -6,18 +6,9 @@ Belongs to all processes.
 """
 
 import re
-from typing import NamedTuple
 
 _MAX_COMPONENT = 255  # bytes
 _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})\Z", re.DOTALL)
-
-
-class CheckpointAge(NamedTuple):
-    """The attempt, worker group and report that wrote a checkpoint. A later checkpoint of a run compares as greater."""
-
-    attempt: int
-    group: int
-    report: int
 
 
 def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
@@ -40,14 +31,14 @@ def loop_name(folder: str) -> str:
     return _PHYSICAL.sub(r"\1", folder)
 
 
-def age_of(folder: str) -> CheckpointAge:
+def age_of(folder: str) -> tuple[int, ...]:
     """Return attempt, worker group and report of the checkpoint in a folder, from the folder's name.
 
-    Return -1 for each if :func:`physical_name` did not make the name, so that the checkpoint compares as the lowest.
+    A later checkpoint of a run compares as greater. Return -1 for each if :func:`physical_name` did not make the name,
+    so that the checkpoint compares as the lowest.
     """
     match = _PHYSICAL.match(folder)
-    numbers = match.groups()[1:] if match else ("-1", "-1", "-1")
-    return CheckpointAge(*map(int, numbers))
+    return tuple(map(int, match.groups()[1:])) if match else (-1, -1, -1)
 
 
 def written_by(folder: str) -> int:
@@ -55,4 +46,4 @@ def written_by(folder: str) -> int:
 
     Return -1 for a name that :func:`physical_name` did not make.
     """
-    return age_of(folder).attempt
+    return age_of(folder)[0]

@@ -60,8 +60,8 @@ def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
 
 def _scripts() -> list[ModuleType]:
     """Return the user's loaded modules that are not part of a package. Other machines may not have these modules."""
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    installed = tuple({form + os.sep for folder in folders for form in (folder, os.path.realpath(folder))})
+    folders = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    installed = tuple(form + os.sep for folder in folders for form in (folder, os.path.realpath(folder)))
     scripts = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

@@ -86,7 +86,7 @@ class Fingerprint(_Record):
             changes.append(f"train loop {self.loop!r} became {other.loop!r}")
         if self.framework != other.framework:
             changes.append(f"framework {self.framework!r} became {other.framework!r}")
-        for key in sorted({key for key, _ in self.config.items() ^ other.config.items()}):
+        for key in sorted(dict(self.config.items() ^ other.config.items())):
             change = "changed" if key in self.config else "was added"
             if key not in other.config:
                 change = "was removed"

@@ -11,8 +11,11 @@ def start_thread(run: Callable[..., object], *arguments: Any) -> threading.Threa
 
     The process can exit while the thread runs. The thread's name is ``elastic-train <name of the function>``.
     """
-    context = contextvars.copy_context()
-    name = f"elastic-train {run.__qualname__}"
-    thread = threading.Thread(target=context.run, args=(run, *arguments), name=name, daemon=True)
+    thread = threading.Thread(
+        target=contextvars.copy_context().run,
+        args=(run, *arguments),
+        name=f"elastic-train {run.__qualname__}",
+        daemon=True,
+    )
     thread.start()
     return thread

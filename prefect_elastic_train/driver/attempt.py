@@ -126,13 +126,13 @@ class Attempt:
             self._terminated_at = now
             start_thread(self._save_and_end)
         elif now - self._terminated_at > _SAME_SIGNAL_SECONDS:
-            os.kill(os.getpid(), signal.SIGINT)
+            _interrupt()
 
     def _save_and_end(self) -> None:
         self._is_saved.clear()
         if self._receiver.request_save():
             self._is_saved.wait(TERMINATION_GRACE_SECONDS)
-        os.kill(os.getpid(), signal.SIGINT)
+        _interrupt()
 
     def begin(self) -> Begun | EndedRecord:
         """Take over the run, start the heartbeat and the history of the attempt, and publish the attempt's start.
@@ -149,9 +149,7 @@ class Attempt:
         recorder.attempt = begun.attempt
         self._run_id = begun.run_id
         limited = self.store.with_retry_limit(HEARTBEAT_SECONDS)
-        # The signal ends fit(), as the supervisor's does.
-        interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
-        self._stop_heartbeat = start_heartbeat(limited, begun.attempt, interrupt)
+        self._stop_heartbeat = start_heartbeat(limited, begun.attempt, _interrupt)
         recorder.history = HistoryWriter(limited, begun.attempt)
         if begun.attempt > 1:
             recorder.recall_history()
@@ -376,6 +374,11 @@ class Attempt:
     def _abandon_uploads(self) -> None:
         if newest_attempt_number(self.store) == self.recorder.attempt:
             self.store.abort_uploads()
+
+
+def _interrupt() -> None:
+    """End ``fit()`` by the signal that the supervisor sends."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _run_limited(action: Callable[[], object]) -> None:

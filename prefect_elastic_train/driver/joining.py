@@ -144,10 +144,8 @@ def _check_head(address: str, timeout: float) -> None:
         GcsClient(address=address).internal_kv_keys(b"session_name", timeout=5)
 
     deadline = time.monotonic() + timeout
-    problem = error_within(timeout, request)
-    while isinstance(problem, OSError) and time.monotonic() < deadline:
+    while isinstance(problem := error_within(timeout, request), OSError) and time.monotonic() < deadline:
         time.sleep(0.1)
-        problem = error_within(timeout, request)
     if isinstance(problem, AuthenticationError):
         raise AttemptFailedError(
             f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"

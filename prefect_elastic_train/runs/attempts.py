@@ -260,8 +260,12 @@ def _check_budgets(run: RunDirectory, spec: DriverSpec) -> int:
     last = run.newest_attempt
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST, message="no final event")
     run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"exhausted_budget": reason})))
-    message = f"{reason}. The last of them ended as {ended.outcome}: {truncate(ended.message, _MESSAGE_BYTES // 4)}"
-    raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
+    raise AttemptFailedError(
+        f"{reason}. The last of them ended as {ended.outcome}: {truncate(ended.message, _MESSAGE_BYTES // 4)}",
+        outcome=outcome,
+        attempt=last.number,
+        final=True,
+    )
 
 
 def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
@@ -273,7 +277,7 @@ def _counted_attempts(run: RunDirectory, spec: DriverSpec) -> list[bool]:
     """
     lineage = run.lineage
     newest = (sys.maxsize, 0)
-    progress: list[bool] = []
+    progress = []
     has_progress = False
     trained = 0.0
     for attempt in map(run.attempt, reversed(run.attempt_numbers)):

@@ -148,8 +148,7 @@ class CommitLog:
         for name in names:
             # If the loop manages its checkpoints itself, the newest may have been rewritten under the same name.
             is_final = name != names[-1] or written_by(name) >= 0
-            known = self._manifest.get(name) if is_final else None
-            manifest[name] = known or self._list_checkpoint(name)
+            manifest[name] = (is_final and self._manifest.get(name)) or self._list_checkpoint(name)
         return manifest
 
     def _list_checkpoint(self, name: str) -> dict[str, int]:

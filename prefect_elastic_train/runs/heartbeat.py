@@ -145,5 +145,6 @@ def observe_driver(run: RunDirectory, attempt: RecordedAttempt) -> DriverState:
     liveness = Liveness.DEAD if now - active_at > _DEAD_SECONDS else Liveness.UNKNOWN
     if abs(now - beat_at) <= _MISSED_BEATS * HEARTBEAT_SECONDS:
         liveness = Liveness.ALIVE
-    detail = f"last active {now - active_at:.0f} s ago on {owner.host.partition('/')[0]}"
-    return DriverState(liveness, detail, active_at)
+    return DriverState(
+        liveness, f"last active {now - active_at:.0f} s ago on {owner.host.partition('/')[0]}", active_at
+    )

@@ -193,7 +193,7 @@ class RunDirectory:
         These are the commits of the newest attempt, then its base and the earlier commits of the attempt that wrote the
         base, and so on. Bases of unconfirmed attempts are ignored.
         """
-        last: tuple[float, float] = (math.inf, math.inf)
+        last = (math.inf, math.inf)
         ids = self.commit_ids
         # If an attempt's record was removed by hand, its commits still show its number.
         for attempt in sorted({*self.attempt_numbers, *(number for number, _ in ids)}, reverse=True):
@@ -318,8 +318,8 @@ class RunDirectory:
         attempt may have continued and deleted the commit that its successor started from.
         """
         lost: set[str] = set()
-        dropped: list[str] = []
-        repairs: list[str] = []
+        dropped = []
+        repairs = []
         seen: set[CommitId] = set()
         overtaken = (number for number in reversed(self.commit_ids) if check_files and seen and number not in seen)
         for number in itertools.chain(self.lineage, overtaken):  # read one by one: usually the first is intact

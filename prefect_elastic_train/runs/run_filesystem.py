@@ -97,7 +97,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
             data = self._snapshot()
             if not data:
                 raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
-            return pa.PythonFile(io.BytesIO(data), mode="r")
+            return pa.BufferReader(data)
         if not isinstance(self.store, ObjectRunStore):
             return fs.LocalFileSystem().open_input_file(path)
         size = self.store.size(name)

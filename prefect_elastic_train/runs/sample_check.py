@@ -123,6 +123,7 @@ def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str
             with np.load(io.BytesIO(run.store.read(str(file)) or b""), allow_pickle=False) as arrays:
                 parts.append({name: arrays[name] for name in ("since", "total", "steps")})
         except (EOFError, KeyError, ValueError, BadZipFile) as error:
-            problem = f"is missing or damaged ({type(error).__name__})"
-            raise ValueError(f"{file.name} of checkpoint {loop_name(folder)} {problem}") from error
+            raise ValueError(
+                f"{file.name} of checkpoint {loop_name(folder)} is missing or damaged ({type(error).__name__})"
+            ) from error
     return about, parts

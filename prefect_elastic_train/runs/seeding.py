@@ -114,7 +114,7 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
     """
     fingerprint = request.fingerprint
     folder = _completed_runs(storage, request.owner, request.training_name)
-    notes: list[str] = []
+    notes = []
     for name in reversed(folder.names("")):
         try:
             record = decode(RunRecord, folder.read(name))

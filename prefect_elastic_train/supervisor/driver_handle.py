@@ -109,11 +109,10 @@ class DriverHandle:
         if now - self._heartbeat_at <= limit:
             return None
         return self.final_event(
-            Outcome.DRIVER_LOST,
-            f"the driver and Ray Train's controller sent no heartbeat for {limit:g} s, last {self._activity}",
+            f"the driver and Ray Train's controller sent no heartbeat for {limit:g} s, last {self._activity}"
         )
 
-    def final_event(self, outcome: Outcome, message: str) -> ev.AttemptEnded:
+    def final_event(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> ev.AttemptEnded:
         """Return a final event for an attempt whose driver sent none, or sent one that does not hold."""
         return ev.AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
 
@@ -269,18 +268,18 @@ class ChildDriver(DriverHandle):
         if self._final_event:
             return self._final_event
         if code == 0:
-            return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
+            return self.final_event(NO_FINAL_EVENT)
         error = self.last_error() if code != -signal.SIGKILL else ""
         exit_reason = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         return self._check_cluster() or self.final_event(
-            Outcome.DRIVER_LOST, f"the driver process (pid {self._process.pid}) was ended by {exit_reason}{error}"
+            f"the driver process (pid {self._process.pid}) was ended by {exit_reason}{error}"
         )
 
     def _check_cluster(self) -> ev.AttemptEnded | None:
         if not self._cluster or not self._cluster.is_dead():
             return None
         reason = self._cluster.log_failure(self.follower)
-        return self.final_event(Outcome.CLUSTER_LOST, f"the local Ray cluster has died: {reason}")
+        return self.final_event(f"the local Ray cluster has died: {reason}", Outcome.CLUSTER_LOST)
 
     def _stop(self) -> None:
         if signal.SIGINT not in self._sent:

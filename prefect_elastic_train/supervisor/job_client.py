@@ -137,7 +137,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         """
         environment = self._cluster.full_runtime_env
         resources = dict(self._cluster.driver_resources)
-        environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
+        environment["env_vars"] = _VARIABLES | (environment.get("env_vars") or {})
         try:
             uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
             environment["py_modules"] = [*(environment.get("py_modules") or []), uri]

@@ -111,10 +111,7 @@ class JobDriver(DriverHandle):
         self._id: str = self.job.submission_id
         self._running_id = self._id
         # Counted from now, since the submission may have taken long.
-        self._started_at = time.monotonic()
-        self._answered_at = self._started_at
-        self._log_read_at = self._started_at
-        self._heartbeat_at = self._started_at
+        self._started_at = self._answered_at = self._log_read_at = self._heartbeat_at = time.monotonic()
         already = " already, which is followed from now on" if self._was_running else ""
         self.follower.on_note(
             f"The training runs as job {self._id}{already}; its log: {self._client.get_address()}/#/jobs/{self._id}"
@@ -157,9 +154,9 @@ class JobDriver(DriverHandle):
         limit = self._spec.cluster.unreachable_timeout_seconds
         if now - self._answered_at > limit:
             return self.final_event(
-                Outcome.CLUSTER_LOST,
                 f"the dashboard at {self._client.get_address()} did not answer for {limit:g} s ({self._problem}); job "
                 f"{self._id} may go on, and the next attempt looks for it",
+                Outcome.CLUSTER_LOST,
             )
         self._log_problem(now)
         if self.job.status != "RUNNING":
@@ -283,31 +280,31 @@ class JobDriver(DriverHandle):
         ended = self._final_event
         status = self.job.status
         if status == "STOPPED" and (not ended or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
-            return self.final_event(Outcome.CANCELLED, f"job {self._id} was stopped, but not by this flow run")
+            return self.final_event(f"job {self._id} was stopped, but not by this flow run", Outcome.CANCELLED)
         if ended:
             if ended.outcome is Outcome.CANCELLED:
-                return self.final_event(Outcome.DRIVER_LOST, f"the driver of job {self._id} was ended by a signal")
+                return self.final_event(f"the driver of job {self._id} was ended by a signal")
             if ended.outcome is Outcome.SUPERSEDED and self._was_running:
                 # Another process started that job. This process may be the one that has taken over the run.
-                return self.final_event(Outcome.DRIVER_LOST, ended.message)
+                return self.final_event(ended.message)
             return ended  # also of an unknown job: a cluster may be removed as soon as its job has ended
         if self._is_unknown:
             return self.final_event(
-                Outcome.CLUSTER_LOST,
                 f"job {self._id}: the cluster does not know it any more, since the cluster was started again",
+                Outcome.CLUSTER_LOST,
             )
         if status == "SUCCEEDED":
-            return self.final_event(Outcome.DRIVER_LOST, NO_FINAL_EVENT)
+            return self.final_event(NO_FINAL_EVENT)
         # Ray appends the end of the job's log, which was passed on line by line.
         message = (self.job.message or "").partition(", last available logs")[0]
         reason = f"job {self._id} is {status}: {message}"
         if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
-            return self.final_event(Outcome.INVALID, f"the cluster cannot set up the runtime environment of {reason}")
+            return self.final_event(f"the cluster cannot set up the runtime environment of {reason}", Outcome.INVALID)
         error = self.last_error()
         if not self._attempt and re.match(": (ImportError|ModuleNotFoundError|SyntaxError)", error):
             remedy = "install that in its image, or with runtime_env={'pip': [...]} of the RayCluster"
-            return self.final_event(Outcome.INVALID, f"the cluster cannot run the driver{error}; {remedy}")
-        return self.final_event(Outcome.DRIVER_LOST, f"the driver was lost: {reason.splitlines()[0]}{error}")
+            return self.final_event(f"the cluster cannot run the driver{error}; {remedy}", Outcome.INVALID)
+        return self.final_event(f"the driver was lost: {reason.splitlines()[0]}{error}")
 
 
 @dataclass

@@ -104,10 +104,10 @@ class LocalCluster:
             if self._spec.can_fork:
                 Path(self._variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
                 threads = max(1, int(self._spec.scaling.resources_per_worker.get("CPU", 1)))
-                arguments = [self._spec.request.framework, str(threads)]
+                program = "prefect_elastic_train.supervisor.fork_server"
                 # Once it has exited, Ray starts the workers itself.
                 self._fork_server = start(
-                    [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *arguments], output=log
+                    [sys.executable, "-m", program, self._spec.request.framework, str(threads)], output=log
                 )
 
     def is_dead(self) -> bool:
@@ -123,7 +123,12 @@ class LocalCluster:
 
     def _command(self) -> list[str]:
         command = [
-            *(sys.executable, "-m", "prefect_elastic_train.supervisor.cluster_head", "start", "--head", "--block"),
+            sys.executable,
+            "-m",
+            "prefect_elastic_train.supervisor.cluster_head",
+            "start",
+            "--head",
+            "--block",
             "--no-monitor",  # the autoscaler's, which a single node does not need
             "--node-ip-address=127.0.0.1",
             f"--port={self.address.rpartition(':')[2]}",
