@@ -78,8 +78,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 def last_error_line(lines: Sequence[str]) -> str:
     """Return the last line of a process's output that names an error, in short; empty if no line does."""
-    error = next(filter(_ERROR_LINE.match, reversed(lines)), "")
-    return error.split(". ")[0][:MAX_CAUSE]
+    return next(filter(_ERROR_LINE.match, reversed(lines)), "").split(". ")[0][:MAX_CAUSE]
 
 
 def short_message(text: str) -> str:

@@ -73,13 +73,13 @@ class Attempt:
 
     saves_first = False
     _terminated_at = 0.0  # time of the first SIGTERM that lets a session save
+    _run_id = ""
+    _is_retried = False
 
     def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, started_at: float = 0.0) -> None:
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._started_at = started_at
-        self._run_id = ""
-        self._is_retried = False
         self._storage = Storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
         self.recorder = EventRecorder(output, details, self.store, spec)

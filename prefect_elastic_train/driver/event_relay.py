@@ -159,9 +159,14 @@ class EventRecorder:
         report: Summary of the history.
     """
 
+    attempt = 0
+    history: HistoryWriter | None = None
+    _sequence = 0
+    _reports = 0
+    _activity = ""
+    _activity_since = 0.0
+
     def __init__(self, output: EventOutput, details: Details, store: RunStore, spec: DriverSpec) -> None:
-        self.attempt = 0
-        self.history: HistoryWriter | None = None
         self.details = details
         self._output = output
         self._store = store
@@ -171,10 +176,6 @@ class EventRecorder:
             score_order=spec.checkpoints.score_order,
         )
         self._lock = threading.Lock()
-        self._sequence = 0
-        self._reports = 0
-        self._activity = ""
-        self._activity_since = 0.0
         self._closed = threading.Event()
         start_thread(self._send_heartbeats)
 

@@ -44,18 +44,19 @@ class HistoryWriter:
     Each write replaces a whole segment. After an error, which is logged, it tries again.
     """
 
+    _name = ""  # name of the current segment
+    _content = b""
+    _closed = False
+    _last_report_at = 0.0
+    _reports_kept = 0  # since the start of the worker group
+
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
         self._attempt = attempt
         self._segments = itertools.count()
-        self._name = ""  # name of the current segment
-        self._content = b""
         self._events: deque[ev.Event] = deque()  # events that are not in a segment yet
         self._unwritten: dict[str, bytes] = {}  # content of the segments that have changed, by name
         self._urgent = threading.Event()
-        self._closed = False
-        self._last_report_at = 0.0
-        self._reports_kept = 0  # since the start of the worker group
         self._skipped: list[ev.Event] = []  # the newest report if it was left out; kept if another event follows
         self._thread = start_thread(self._run)
 

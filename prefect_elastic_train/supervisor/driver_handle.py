@@ -52,22 +52,20 @@ class DriverHandle:
     follower: Follower
     settings: ElasticTrainSettings
 
+    # Without annotations, which would make them parameters.
+    _attempt = 0  # number of the attempt in the run directory; 0 before `AttemptStarted`
+    _final_event_at = float("inf")
+    _exited_at = float("inf")  # time at which the driver was first known to have exited
+    _activity = "starting"  # the driver's at its last heartbeat
+    _has_session = False  # True while a session trains
+    _is_replay = False  # True while the output is one that an earlier process of the flow run has already received
+
     def __post_init__(self) -> None:
-        #: Number of the attempt in the run directory; 0 before `AttemptStarted`.
-        self._attempt = 0
         self._final_event: ev.AttemptEnded | None = None
-        self._final_event_at = float("inf")
-        #: Time at which the driver was first known to have exited.
-        self._exited_at = float("inf")
-        #: Start of the time without a heartbeat, and the driver's activity then.
+        #: Start of the time without a heartbeat.
         self._heartbeat_at = time.monotonic()
-        self._activity = "starting"
-        #: True while a session trains.
-        self._has_session = False
-        self._liveness_checked_at = time.monotonic()
+        self._liveness_checked_at = self._heartbeat_at
         self._recent_lines: deque[str] = deque(maxlen=_RECENT_LINES)
-        #: True while the output is one that an earlier process of the flow run has already received.
-        self._is_replay = False
 
     def close(self) -> None:
         """Release what is held for the driver. A Ray job holds nothing."""

@@ -86,8 +86,7 @@ def _copy_process_settings(requester: psutil.Process) -> None:
     """Copy arguments, environment, folder, output and memory priority of the waiting requester to this process."""
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{requester.pid}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
-    score = Path(f"/proc/{requester.pid}/oom_score_adj").read_text()  # set by Ray
-    Path("/proc/self/oom_score_adj").write_text(score)
+    Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{requester.pid}/oom_score_adj").read_text())  # set by Ray
     os.chdir(requester.cwd())
     sys.argv = requester.cmdline()[1:]
     os.environ.clear()

@@ -60,6 +60,12 @@ class JobDriver(DriverHandle):
     _folder: Path
     previous: InitVar[JobDriver | None]
 
+    # Without annotations, which would make them parameters.
+    _is_unknown = False  # True once the cluster has answered that it does not know the job
+    _log_is_complete = False
+    _problem = "no answer"
+    _last_note = ""
+
     def __post_init__(self, previous: JobDriver | None) -> None:
         super().__post_init__()
         self._client = JobClient(self._spec.cluster)
@@ -69,11 +75,6 @@ class JobDriver(DriverHandle):
         self._running_id: str = previous._running_id if previous else ""
         #: Time of the newest event that the flow run has received, in seconds since the epoch.
         self._received_until: float = previous._received_until if previous else 0.0
-        #: True once the cluster has answered that it does not know the job.
-        self._is_unknown = False
-        self._log_is_complete = False
-        self._problem = "no answer"
-        self._last_note = ""
         self._log = JobLog(self._client)
 
     def start(self) -> None:

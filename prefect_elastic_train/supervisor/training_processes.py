@@ -56,17 +56,17 @@ class TrainingProcesses:
     """
 
     driver_command: Sequence[str] = (sys.executable, "-m", DRIVER_MODULE)
+    _folder: Path | None = None
+    _guard: ChildProcess | None = None
+    _cluster: LocalCluster | None = None
+    _job: JobDriver | None = None
 
     def __init__(self, settings: ElasticTrainSettings, follower: Follower) -> None:
         self.settings = settings
         self.follower = follower
-        self._folder: Path | None = None
-        self._guard: ChildProcess | None = None
-        self._cluster: LocalCluster | None = None
         #: Kept when a cluster dies, so that the next one gets the same GPUs.
         self._claims = DeviceClaims()
         self._starter = DriverStarter()
-        self._job: JobDriver | None = None
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one attempt: start a driver, follow it until it has exited or counts as lost, and return its final event.
