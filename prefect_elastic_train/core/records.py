@@ -73,8 +73,8 @@ class Fingerprint(_Record):
 
         Their names and frameworks must be equal. Their import paths must be equal if both are known.
         """
-        paths = {path for path in (self.path, other.path) if path}
-        return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
+        may_be_same_path = self.path == other.path or "" in (self.path, other.path)
+        return may_be_same_path and (self.loop, self.framework) == (other.loop, other.framework)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the changes of loop, framework and configuration from this fingerprint to ``other``, each as text.

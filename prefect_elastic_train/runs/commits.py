@@ -75,14 +75,15 @@ class CommitLog:
             lists only the new checkpoints.
     """
 
+    newest: CommitRecord | None = None
+    _full_sequence = 0  # sequence number of the last full commit, which lists all checkpoints that are kept
+
     def __init__(self, store: RunStore, attempt: int) -> None:
         self.trained_seconds: Callable[[], float] = lambda: 0.0
-        self.newest: CommitRecord | None = None
         self._store = store
         self._attempt = attempt
         self._run = RunDirectory(store, attempt)  # a cached view, replaced after each commit
         self._manifest: dict[str, dict[str, int]] = {}  # file sizes of all checkpoints that are kept
-        self._full_sequence = 0  # sequence number of the last full commit, which lists them all
         self._own: dict[int, int] = {}  # kept commits: sequence number, and that of the full commit that it builds on
 
     def newest_commit(self) -> CommitRecord | None:

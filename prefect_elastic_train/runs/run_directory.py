@@ -3,11 +3,11 @@
 The fence, a resume, ``resume_from``, results and ``elastic-train runs`` read a run through :class:`RunDirectory`.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -322,7 +322,7 @@ class RunDirectory:
         repairs = []
         seen: set[CommitId] = set()
         overtaken = (number for number in reversed(self.commit_ids) if check_files and seen and number not in seen)
-        for number in itertools.chain(self.lineage, overtaken):  # read one by one: usually the first is intact
+        for number in chain(self.lineage, overtaken):  # read one by one: usually the first is intact
             seen.add(number)
             later = (self.attempt_record(attempt) for attempt in self.attempt_numbers if attempt > number[0])
             lost.update(*(record.dropped for record in later if record))
@@ -362,7 +362,7 @@ class RunDirectory:
 
         A folder's path may contain slashes, as the loop's name of a checkpoint may.
         """
-        parents = itertools.chain.from_iterable(_with_parents(name)[:-1] for name in self.file_sizes())
+        parents = chain.from_iterable(_with_parents(name)[:-1] for name in self.file_sizes())
         folders = {*self._top_folders(), *(folder for folder in parents if written_by(folder) >= 0)}
         return sorted(folder for folder in folders - {layout.STATE_FOLDER} if written_by(folder) <= self._last_attempt)
 
@@ -408,4 +408,4 @@ def _overlapping(names: Iterable[str]) -> Callable[[str], bool]:
 
 def _with_parents(folder: str) -> list[str]:
     """Return the paths of a folder's parents, outermost first, and then the path of the folder itself."""
-    return list(itertools.accumulate(folder.split("/"), "{}/{}".format))
+    return list(accumulate(folder.split("/"), "{}/{}".format))

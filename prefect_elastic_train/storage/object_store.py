@@ -8,16 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 
 from .fault_classes import diagnose
-from .retries import Result
+from .retries import Result, Retries
 from .store import NOTHING, RunStore, for_each, retried
-
-if TYPE_CHECKING:
-    from .opening import Storage
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
@@ -27,10 +24,21 @@ _FILES_AT_ONCE = 8
 _LARGE_FILES_AT_ONCE = 2  # those of several parts, which are in memory during the upload
 
 
+class ObjectStorage(Protocol):
+    """The storage that an :class:`ObjectRunStore` belongs to."""
+
+    uri: str
+    retries: Retries
+
+    @property
+    def filesystem(self) -> Any:
+        """The fsspec filesystem of the object store."""
+
+
 class ObjectRunStore(RunStore):
     """A run directory in an object store. ``path`` begins with the bucket."""
 
-    def __init__(self, path: str, storage: "Storage") -> None:
+    def __init__(self, path: str, storage: ObjectStorage) -> None:
         super().__init__(path.strip("/"), storage.retries)
         self.storage = storage
         self.uri = f"{storage.uri.partition('://')[0]}://{self.path}"

@@ -184,11 +184,12 @@ class ChildDriver(DriverHandle):
     _spec_file: Path
     _cluster: LocalCluster | None
 
+    _open_streams = 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._sent: set[signal.Signals] = set()  # signals to the driver
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
-        self._open_streams = 2
 
     def start(self) -> None:
         """Start to read the driver's output."""

@@ -55,9 +55,10 @@ class LocalCluster:
     _environment: dict[str, str]
     _claims: DeviceClaims
 
+    is_lost = False
+
     def __post_init__(self) -> None:
         self.address = f"127.0.0.1:{next(unused_ports())}"
-        self.is_lost = False
         self._head: ChildProcess | None = None
         self._head_log = self._folder / "r0.log"
         self._token = secrets.token_hex(32)
