@@ -137,9 +137,7 @@ def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:
 
 def is_of_node(failure: Exception) -> bool:
     """Return True if a rank's failure is a strike against its node: it died, hangs or has wrong results."""
-    return is_death(failure) or (
-        getattr(getattr(failure, "_base_exc", failure), "is_of_node", False) and not _is_consequence(failure)
-    )
+    return is_death(failure) or (getattr(failure, "is_of_node", False) and not _is_consequence(failure))
 
 
 def _is_consequence(failure: Exception) -> bool:

@@ -32,12 +32,14 @@ class LoopFailedError(Exception):
     Attributes:
         message: Type and message of the exception, in one short line.
         is_consequence: True for the error of a collective (NCCL, Gloo, …) that follows from a lost rank or connection.
+        is_of_node: True for a ``WrongResultError``.
         skipped_step: That of a ``NumericError``; None for other exceptions.
     """
 
     _traceback_str = property(Exception.__str__)  # as in Ray's UserExceptionWithTraceback
     message: str
     is_consequence = False
+    is_of_node = False
     skipped_step: int | None = None
 
 
@@ -70,6 +72,7 @@ def portable_failure(failure: Any) -> Any:
     chained: BaseException | None = error
     while chained is not None and portable.skipped_step is None:  # another error may follow, such as of a cleanup
         portable.skipped_step = getattr(chained, "skipped_step", None)
+        portable.is_of_node |= getattr(chained, "is_of_node", False)
         chained = chained.__cause__ or chained.__context__
     cause: TracebackException | None = raised
     while cause:  # an error of a collective is often the cause of another

@@ -13,6 +13,7 @@ from prefect_elastic_train.controller.node_strikes import NodeStrikes
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.loop.replays import WrongResultError
 from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.worker.rank_failures import portable_failure
 
 
 def _strikes(folder: Path, run_id: str = "a", **settings: float) -> NodeStrikes:
@@ -74,6 +75,6 @@ def test_strikes_count_though_the_storage_does_not_take_them(tmp_path: Path) -> 
 def test_deaths_hangs_and_wrong_results_are_strikes_and_consequences_and_the_loops_own_errors_are_not() -> None:
     waiting = HungLoopError()
     waiting.is_consequence = True
-    wrong = UserExceptionWithTraceback(WrongResultError(), "…")
+    wrong = portable_failure(UserExceptionWithTraceback(WrongResultError("step 9: rank 1 on n1 has …"), "Traceback …"))
     strikes = {error: is_of_node(error) for error in (ActorDiedError(), HungLoopError(), wrong, waiting, ValueError())}
     assert [*strikes.values()] == [True, True, True, False, False]
