@@ -25,6 +25,11 @@ _PIPE_WIDTH = 400
 _RETRY_SECONDS = 20.0
 
 
+def option(help: str, metavar: str | None = None, *names: str, **limits: Any) -> Any:
+    """Return an option of a command, with its help text, the name of its value, its own names, and limits."""
+    return typer.Option(*names, help=help, metavar=metavar, **limits)
+
+
 def exit_with_error(message: str, code: int = 1) -> NoReturn:
     """Print an error in one line to standard error, and exit."""
     typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)

@@ -5,22 +5,19 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, print_json, print_lines
+from .common import Json, option, print_json, print_lines
 
 
 def examine(
     storage: Annotated[
         str,
-        typer.Option(
-            help="Directory, URL or saved block. Default: of profile or settings, else ~/elastic_train_runs.",
-            metavar="STORAGE",
-        ),
+        option("Directory, URL or saved block. Default: of profile or settings, else ~/elastic_train_runs.", "STORAGE"),
     ] = "",
     cluster: Annotated[
         str,
-        typer.Option(help="Saved RayCluster. Default: of profile or settings, else a local cluster.", metavar="NAME"),
+        option("Saved RayCluster. Default: of profile or settings, else a local cluster.", "NAME"),
     ] = "",
-    profile: Annotated[str, typer.Option(help="Name of a set of saved blocks.", metavar="NAME")] = "",
+    profile: Annotated[str, option("Name of a set of saved blocks.", "NAME")] = "",
     as_json: Json = False,
 ) -> None:
     """Check everything that a training needs, and print what to do about problems.

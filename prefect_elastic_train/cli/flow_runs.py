@@ -5,7 +5,7 @@ from uuid import UUID
 
 import typer
 
-from .common import exit_on_error, print_lines
+from .common import exit_on_error, option, print_lines
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -37,25 +37,20 @@ def create_automations(
     tags: Annotated[
         list[str] | None, typer.Option("--tag", help="Runs with this tag. May be given several times.")
     ] = None,
-    max_resumes: Annotated[int, typer.Option(min=1, help="How often a flow run may be resumed.")] = 10,
+    max_resumes: Annotated[int, option("How often a flow run may be resumed.", min=1)] = 10,
     heartbeat_timeout: Annotated[
         float,
         # Prefect's heartbeats come at most every 30 s.
-        typer.Option(min=60, help="Seconds without a heartbeat after which a run counts as crashed."),
+        option("Seconds without a heartbeat after which a run counts as crashed.", min=60),
     ] = 600.0,  # longer than three of Prefect's heartbeat intervals
     evaluate_with: Annotated[
         str,
-        typer.Option(
-            metavar="DEPLOYMENT",
-            help="Start this deployment with each checkpoint, as parameters checkpoint_uri and storage.",
-        ),
+        option("Start this deployment with each checkpoint, as parameters checkpoint_uri and storage.", "DEPLOYMENT"),
     ] = "",
     evaluate_at: Annotated[
-        str, typer.Option(help="best-checkpoint: at each new best one; completed: with the best one at the end.")
+        str, option("best-checkpoint: at each new best one; completed: with the best one at the end.")
     ] = "best-checkpoint",
-    alert: Annotated[
-        str, typer.Option(metavar="BLOCK", help="Notification block for a message about each failure, as type/name.")
-    ] = "",
+    alert: Annotated[str, option("Notification block for a message about each failure, as type/name.", "BLOCK")] = "",
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import exit_on_error, print_lines, printable
+from .common import exit_on_error, option, print_lines, printable
 from .running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
@@ -17,18 +17,14 @@ def rehearse(
     config: ConfigFiles = None,
     settings: ConfigValues = None,
     framework: Framework = "torch",
-    scaling: Annotated[str, typer.Option(help="Saved ElasticScaling. Default: one CPU a worker.")] = "",
-    workers: Annotated[int, typer.Option(help="Number of workers of the undisturbed training.", min=1)] = 2,
-    faults: Annotated[
-        str, typer.Option(help="Some of worker,driver,freeze,storage,node,drain,growth. Default: all.")
-    ] = "",
-    minutes: Annotated[float, typer.Option(help="Approximate duration.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
-    tolerance: Annotated[
-        float, typer.Option(help="Limit of the state's relative difference after a change of workers.")
-    ] = 1e-3,
-    out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
-    verbose: Annotated[bool, typer.Option(help="Print the output of drivers and workers to standard error.")] = False,
+    scaling: Annotated[str, option("Saved ElasticScaling. Default: one CPU a worker.")] = "",
+    workers: Annotated[int, option("Number of workers of the undisturbed training.", min=1)] = 2,
+    faults: Annotated[str, option("Some of worker,driver,freeze,storage,node,drain,growth. Default: all.")] = "",
+    minutes: Annotated[float, option("Approximate duration.")] = 10.0,
+    seed: Annotated[int, option("Seed of the fault schedule.")] = 0,
+    tolerance: Annotated[float, option("Limit of the state's relative difference after a change of workers.")] = 1e-3,
+    out: Annotated[Path, option("Folder for the certificate.", "FOLDER")] = Path("."),
+    verbose: Annotated[bool, option("Print the output of drivers and workers to standard error.")] = False,
 ) -> None:
     """Train a loop undisturbed and then under faults, on this machine, and compare the two trainings.
 

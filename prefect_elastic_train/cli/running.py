@@ -17,7 +17,7 @@ from prefect_elastic_train.core.causes import short_message
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.report.formats import duration, format_metrics
 
-from .common import Json, exit_on_error, exit_with_error, format_faults, print_fields, print_json
+from .common import Json, exit_on_error, exit_with_error, format_faults, option, print_fields, print_json
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -31,23 +31,19 @@ WRONG_USAGE = 2
 _MAX_CONFIG_BYTES = 500_000
 
 
-def _option(help: str, metavar: str | None = None, *names: str) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar)
-
-
 Loop = Annotated[
     str, typer.Argument(metavar="LOOP", help="Train loop: package.module:function or path/to/file.py:function.")
 ]
 ConfigFiles = Annotated[
     list[Path] | None,
-    _option("YAML or JSON file with the config; later files override.", "FILE"),
+    option("YAML or JSON file with the config; later files override.", "FILE"),
 ]
 ConfigValues = Annotated[
     list[str] | None,
-    _option("A value of the config, such as optimizer.lr=1e-3; overrides files.", "KEY=VALUE", "--set"),
+    option("A value of the config, such as optimizer.lr=1e-3; overrides files.", "KEY=VALUE", "--set"),
 ]
-Framework = Annotated[str, _option("torch, jax, or none for a plain Python loop.")]
-_SavedBlock = Annotated[str, _option("Saved block.", "NAME")]
+Framework = Annotated[str, option("torch, jax, or none for a plain Python loop.")]
+_SavedBlock = Annotated[str, option("Saved block.", "NAME")]
 
 
 def run_training(
@@ -55,23 +51,23 @@ def run_training(
     config: ConfigFiles = None,
     settings: ConfigValues = None,
     framework: Framework = "torch",
-    workers: Annotated[str, _option("Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
+    workers: Annotated[str, option("Number of workers; replaces that of the scaling.", "N|MIN:MAX")] = "",
     profile: Annotated[
-        str, _option("Name that several saved blocks share. Other blocks: from the settings, else defaults.", "NAME")
+        str, option("Name that several saved blocks share. Other blocks: from the settings, else defaults.", "NAME")
     ] = "",
     scaling: _SavedBlock = "",
     failures: _SavedBlock = "",
     checkpoints: _SavedBlock = "",
     storage: Annotated[
-        str, _option("Saved block, directory (./runs) or URL (s3://…, ambient credentials).", "STORAGE")
+        str, option("Saved block, directory (./runs) or URL (s3://…, ambient credentials).", "STORAGE")
     ] = "",
     cluster: _SavedBlock = "",
-    run_name: Annotated[str, _option("Name of the run. Default: train-ID.", "NAME")] = "",
-    resume: Annotated[bool, _option("Resume the run of this name.", None, "--resume")] = False,
+    run_name: Annotated[str, option("Name of the run. Default: train-ID.", "NAME")] = "",
+    resume: Annotated[bool, option("Resume the run of this name.", None, "--resume")] = False,
     resume_from: Annotated[
-        str, _option("Start from the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
+        str, option("Start from the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
     ] = "",
-    timeout: Annotated[float | None, _option("Stop the training after this time.", "SECONDS")] = None,
+    timeout: Annotated[float | None, option("Stop the training after this time.", "SECONDS")] = None,
     as_json: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would run, as JSON without secrets.")

@@ -24,6 +24,7 @@ from .common import (
     exit_with_error,
     format_faults,
     open_for_command,
+    option,
     print_fields,
     print_json,
     print_lines,
@@ -130,7 +131,7 @@ def prune_runs(
     storage: StorageArgument,
     runs: RunArguments = None,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Also delete whole runs that were inactive for longer.")
+        float | None, option("Also delete whole runs that were inactive for longer.", "DAYS", min=0)
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
