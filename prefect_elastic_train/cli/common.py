@@ -17,8 +17,6 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 from prefect_elastic_train.core.settings import LocalStorageSettings, storage_at
 from prefect_elastic_train.storage.opening import Storage
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-
 #: Width of output that does not go to a terminal: lines are not folded.
 _PIPE_WIDTH = 400
 #: Retry limit of the storage. It is shorter than that of a training, since a person waits.
@@ -28,6 +26,9 @@ _RETRY_SECONDS = 20.0
 def option(help: str, metavar: str | None = None, *names: str, **limits: Any) -> Any:
     """Return an option of a command, with its help text, the name of its value, its own names, and limits."""
     return typer.Option(*names, help=help, metavar=metavar, **limits)
+
+
+Json = Annotated[bool, option("Print JSON and nothing else.", None, "--json")]
 
 
 def exit_with_error(message: str, code: int = 1) -> NoReturn:
@@ -65,8 +66,7 @@ def open_for_command(name: str) -> Storage:
         settings = lookup.load_saved(lookup.STORAGE_TYPES, name).plain()
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
-    retry_seconds = min(settings.retry_seconds, _RETRY_SECONDS)
-    return Storage(settings.model_copy(update={"retry_seconds": retry_seconds}))
+    return Storage(settings.model_copy(update={"retry_seconds": min(settings.retry_seconds, _RETRY_SECONDS)}))
 
 
 def print_json(value: Any) -> None:
@@ -89,8 +89,7 @@ def print_table(rows: Iterable[Mapping[str, str]]) -> None:
     """Print a table without frames to standard output. Each row has its cells by heading."""
     rows = list(rows)
     headings = dict.fromkeys(chain.from_iterable(rows))
-    columns = (Column(heading, overflow="fold") for heading in headings)
-    table = Table(*columns, box=None)
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None)
     for row in rows:
         table.add_row(*(printable(row.get(heading, "")) for heading in headings))
     width = None if sys.stdout.isatty() else _PIPE_WIDTH

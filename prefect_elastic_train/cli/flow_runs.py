@@ -12,7 +12,7 @@ app = typer.Typer(no_args_is_help=True)
 
 def resume_flow_run(
     flow_run_id: Annotated[UUID, typer.Argument(help="Id of the flow run.", metavar="FLOW_RUN")],
-    force: Annotated[bool, typer.Option("--force", help="Do not check whether the flow run is alive.")] = False,
+    force: Annotated[bool, option("Do not check whether the flow run is alive.", None, "--force")] = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which Prefect still shows as running.
 
@@ -34,9 +34,7 @@ def create_automations(
     deployments: Annotated[
         list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")
     ] = None,
-    tags: Annotated[
-        list[str] | None, typer.Option("--tag", help="Runs with this tag. May be given several times.")
-    ] = None,
+    tags: Annotated[list[str] | None, option("Runs with this tag. May be given several times.", None, "--tag")] = None,
     max_resumes: Annotated[int, option("How often a flow run may be resumed.", min=1)] = 10,
     heartbeat_timeout: Annotated[
         float,
@@ -62,13 +60,6 @@ def create_automations(
 
     with exit_on_error(), get_client(sync_client=True) as client:
         for change, name in save_automations(
-            client,
-            deployments or [],
-            tags or [],
-            max_resumes,
-            heartbeat_timeout,
-            evaluate_with,
-            evaluate_at,
-            alert,
+            client, deployments or [], tags or [], max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
         ):
             print_lines(f"{change:<10}{name}")

@@ -69,9 +69,7 @@ def run_training(
     ] = "",
     timeout: Annotated[float | None, option("Stop the training after this time.", "SECONDS")] = None,
     as_json: Json = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would run, as JSON without secrets.")
-    ] = False,
+    dry_run: Annotated[bool, option("Only print what would run, as JSON without secrets.", None, "--dry-run")] = False,
 ) -> None:
     """Train with a loop, without writing a flow for it. Logs go to standard error.
 
@@ -106,10 +104,10 @@ def run_training(
         parameters = {"train_loop": resolve_loop_name(loop), "train_loop_config": values, **requested}
         blocks = _load_blocks(names, profile, workers)
         flow_run = None if dry_run else _run_flow(parameters, blocks)
-    if flow_run is None:
-        _print_plan(parameters, blocks)
-    else:
+    if flow_run:
         _print_result(flow_run, as_json)
+    else:
+        _print_plan(parameters, blocks)
 
 
 def _load_blocks(names: dict[str, str], profile: str, workers: str) -> Blocks:

@@ -83,13 +83,13 @@ def verify_runs(
     as_json: Json = False,
     samples: Annotated[
         bool,
-        typer.Option(
-            "--samples", help="Also check the indices of the samples that each step used; for loops with a session."
+        option(
+            "Also check the indices of the samples that each step used; for loops with a session.", None, "--samples"
         ),
     ] = False,
     weights: Annotated[
         bool,
-        typer.Option("--weights", help="Also print the SHA-256 of the newest checkpoint's float arrays."),
+        option("Also print the SHA-256 of the newest checkpoint's float arrays.", None, "--weights"),
     ] = False,
 ) -> None:
     """Check checkpoints and records, and print what a resume would do. Writes nothing.
@@ -133,8 +133,8 @@ def prune_runs(
     older_than: Annotated[
         float | None, option("Also delete whole runs that were inactive for longer.", "DAYS", min=0)
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    yes: Annotated[bool, option("Do not ask for confirmation.", None, "--yes")] = False,
+    dry_run: Annotated[bool, option("Only print what would be deleted.", None, "--dry-run")] = False,
 ) -> None:
     """Delete files that no resume needs, of runs that are not being trained; with --older-than also whole runs.
 
