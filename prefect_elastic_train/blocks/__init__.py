@@ -1,7 +1,5 @@
 """Settings of a training as Prefect blocks, for the flow process. Their fields are documented in ``core.settings``."""
 
-from __future__ import annotations
-
 from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,

@@ -87,7 +87,8 @@ def _save(client: SyncPrefectClient, block: TrainingBlock, name: str, dry_run: b
     if not dry_run:
         block.register_type_and_schema(_sync=True)  # type: ignore[call-arg]
         # `Block.save` merges: it would empty secrets, and keep keys of dicts that the block no longer has.
-        data = data_to_store(block, document.data)
-        update = BlockDocumentUpdate(data=data, block_schema_id=block._block_schema_id, merge_existing_data=False)
+        update = BlockDocumentUpdate(
+            data=data_to_store(block, document.data), block_schema_id=block._block_schema_id, merge_existing_data=False
+        )
         client.update_block_document(document.id, update)
     return f"updated {document_name}"

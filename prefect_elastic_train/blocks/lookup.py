@@ -71,16 +71,15 @@ def load_saved(types: Sequence[type[TrainingBlock]], name: str) -> Any:
     Raises:
         ConfigurationError: There is no such block, the name is ambiguous, or the block cannot be loaded.
     """
-    block = find_saved(types, name)
-    if block is None:
-        short = name.rpartition("/")[2]
-        searched = " or ".join(f"{block_type.get_block_type_slug()}/{short}" for block_type in types)
-        hint = f"; a directory is written as ./{short}" if types[0] in STORAGE_TYPES else ""
-        raise ConfigurationError(
-            f"cannot load block {name!r}: there is no {searched}. See `prefect block ls`, or save one with "
-            f"{types[0].__name__}(...).save({short!r}){hint}"
-        )
-    return block
+    if block := find_saved(types, name):
+        return block
+    short = name.rpartition("/")[2]
+    searched = " or ".join(f"{block_type.get_block_type_slug()}/{short}" for block_type in types)
+    hint = f"; a directory is written as ./{short}" if types[0] in STORAGE_TYPES else ""
+    raise ConfigurationError(
+        f"cannot load block {name!r}: there is no {searched}. See `prefect block ls`, or save one with "
+        f"{types[0].__name__}(...).save({short!r}){hint}"
+    )
 
 
 def saved_name(block: TrainingBlock) -> str:
@@ -116,8 +115,7 @@ def load_block(argument: str, value: TrainingBlock | str | Path | None) -> Any:
         names = " or ".join(block_type.__name__ for block_type in types)
         raise ConfigurationError(f"{argument}: expected {names} or the name of one, got {type(value).__name__}")
     for field, content in block:
-        secret = content.get_secret_value() if isinstance(content, SecretStr) else ""
-        if secret and not secret.strip("*"):
+        if isinstance(content, SecretStr) and {*content.get_secret_value()} == {"*"}:
             raise ConfigurationError(
                 f"{type(block).__name__}.{field} is masked: Prefect stores the secrets of a block in the parameters of "
                 "a flow run as asterisks. Save the block and pick it by name in the parameter"
@@ -138,14 +136,12 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> Any:
         ConfigurationError: The block with the name, or the default in the settings, does not exist or cannot be loaded.
     """
     types = BLOCK_TYPES[argument]
-    settings = storage_at(name) if argument == "storage" else None
-    if settings is not None:
+    if argument == "storage" and (settings := storage_at(name)):
         block_type = next(block_type for block_type in STORAGE_TYPES if issubclass(block_type, type(settings)))
         return block_type(**dict(settings))
     if name:
         return load_saved(types, name)
-    block = find_saved(types, profile) if profile else None
-    if block is not None:
+    if profile and (block := find_saved(types, profile)):
         return block
     setting = f"default_{argument}"
     if default := getattr(get_settings(), setting):
