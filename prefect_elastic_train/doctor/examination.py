@@ -98,8 +98,7 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding
 
     def run() -> None:
         try:
-            for finding in check():
-                findings.append(finding)
+            findings.extend(check())
         except Exception as error:  # noqa: BLE001 - any exception is a finding
             kind = "" if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: "
             findings.append(fail(f"{kind}{error}"))
@@ -209,12 +208,13 @@ def check_block_types() -> Iterator[Finding]:
     """Check that Prefect's server has the block types of this version of the package, unless it is temporary."""
     if determine_server_type() is ServerType.EPHEMERAL:
         return
-    outdated: list[str] = []
+    outdated = []
     with _prefect_client() as client:
         for block_type in ALL_BLOCK_TYPES:
             try:
-                checksum = block_type._calculate_schema_checksum()
-                client.read_block_schema_by_checksum(checksum, version=block_type.get_block_schema_version())
+                client.read_block_schema_by_checksum(
+                    block_type._calculate_schema_checksum(), version=block_type.get_block_schema_version()
+                )
             except ObjectNotFound:
                 outdated.append(block_type.get_block_type_slug())
     if outdated:
