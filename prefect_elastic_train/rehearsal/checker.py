@@ -38,8 +38,7 @@ def read_arrays(folder: str | Path) -> Arrays:
     """
     arrays: Arrays = {}
     for file in sorted(Path(folder).rglob("*")):
-        read = _READERS.get(file.name) or _READERS.get(file.suffix)
-        if read is not None:
+        if read := _READERS.get(file.name) or _READERS.get(file.suffix):
             with suppress(Exception):  # written by another program, or for a library that is not installed
                 arrays |= _flatten(read(file), str(file.relative_to(folder)))
     return arrays
@@ -72,8 +71,7 @@ def norm_difference(first: Arrays, second: Arrays) -> float:
 
     All arrays that both have count together. Arrays that are equal, such as frozen parameters, are left out.
     """
-    sizes = _sizes(first, second, np.linalg.norm).values()
-    return _ratio(*np.linalg.norm([(0.0, 0.0), *sizes], axis=0))
+    return _ratio(*np.linalg.norm([(0.0, 0.0), *_sizes(first, second, np.linalg.norm).values()], axis=0))
 
 
 def _sizes(first: Arrays, second: Arrays, measure: Callable[[Any], Any]) -> dict[str, tuple[float, float]]:
@@ -95,8 +93,8 @@ def _sizes(first: Arrays, second: Arrays, measure: Callable[[Any], Any]) -> dict
         elif not np.array_equal(left, right, equal_nan=True):
             differ = (left != right) & ~(np.isnan(left) & np.isnan(right))  # inf - inf would be NaN
             with np.errstate(all="ignore"):
-                difference = float(measure(left[differ] - right[differ]))
-            sizes[name] = (difference, max(float(measure(value[np.isfinite(value)])) for value in (left, right)))
+                difference = measure(left[differ] - right[differ])
+            sizes[name] = (difference, max(measure(value[np.isfinite(value)]) for value in (left, right)))
     return sizes
 
 
@@ -145,11 +143,10 @@ def _read_orbax(index: Path) -> Any:
     context = tensorstore.Context()
     merged = tensorstore.KvStore.open("memory://", context=context).result()
     for folder in (index.parent, *index.parent.glob("ocdbt.process_*")):
-        part = {"driver": "ocdbt", "base": f"file://{folder}/"}
-        store = tensorstore.KvStore.open(part, context=context).result()
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}, context=context).result()
         for key in store.list().result():
             merged[key] = store[key]
-    arrays: Arrays = {}
+    arrays = {}
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     for entry in metadata["tree_metadata"].values():
         if entry["value_metadata"]["skip_deserialize"]:

@@ -18,7 +18,6 @@ RESIZE_TOLERANCE = 1e-3
 _METRIC_TOLERANCE = 1e-2
 #: Limit relative to the difference at the end of the worker group before: rounding differences grow with time.
 _MAX_GROWTH = 30.0
-_NOT_COMPARABLE = "not comparable"
 _SESSION_REMEDY = "a session of prefect_elastic_train.loop does this"
 
 
@@ -121,14 +120,14 @@ class _Comparer:
         self._compared = saved if self.has_state else self.pairs
         self._tolerance = tolerance if self.has_state else max(tolerance, _METRIC_TOLERANCE)
         # Only a session with shards records its environment.
-        files = undisturbed.folder.glob(f"*/{SESSION_FILE}")
-        self._has_shards = any("environment" in json.loads(file.read_text()) for file in files)
+        self._session_files = [*undisturbed.folder.glob(f"*/{SESSION_FILE}")]
+        self._has_shards = any("environment" in json.loads(file.read_text()) for file in self._session_files)
         self.gaps: list[_Gap] = []
 
     def compare(self) -> tuple[str, Problem | None]:
         """Compare the two trainings. Return a summary of the comparison, and the first problem or None."""
         # A session reports means over the steps since its last report, whose number varies between checkpoints.
-        if not self.has_state and any(self._undisturbed.folder.glob(f"*/{SESSION_FILE}")):
+        if not self.has_state and self._session_files:
             return self._summarize()
         sizes = [self._undisturbed.reports[0].world_size]
         previous = 0.0
@@ -185,23 +184,23 @@ class _Comparer:
         resumed = [*self._disturbed.group_sizes][1:]
         if not self.gaps or (resumed and self.gaps[-1].pair.disturbed.group < resumed[0]):
             message = "no report or readable checkpoint after a fault has the same progress as an undisturbed one"
-            return message, Problem(
-                _NOT_COMPARABLE,
-                message,
+            remedy = (
                 "report a counter that only grows, such as step; save often, at the same steps each time: "
-                "save_every=<steps>",
+                "save_every=<steps>"
             )
-        if not self.has_state and all(
+        elif not self.has_state and all(
             pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys() <= {*COUNTERS} for pair in self.pairs
         ):
             message = "no array of both checkpoints could be read, and the only metrics are counters"
-            return message, Problem(_NOT_COMPARABLE, message, "report the loss, too")
-        largest = max(gap.size for gap in self.gaps)
-        same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
-        summary = f"{same} after {self.gaps[-1].pair.disturbed.number} of {len(self._disturbed.reports)} reports"
-        if largest > RESIZE_TOLERANCE:
-            summary += "; rounding differences from adding floats in another order had grown by then"
-        return summary, None
+            remedy = "report the loss, too"
+        else:
+            largest = max(gap.size for gap in self.gaps)
+            same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
+            summary = f"{same} after {self.gaps[-1].pair.disturbed.number} of {len(self._disturbed.reports)} reports"
+            if largest > RESIZE_TOLERANCE:
+                summary += "; rounding differences from adding floats in another order had grown by then"
+            return summary, None
+        return message, Problem("not comparable", message, remedy)
 
     def _explain(self, gap: _Gap, sizes: Sequence[int]) -> tuple[str, Problem]:
         """Return a summary and a problem for a difference of the two trainings that is too large.

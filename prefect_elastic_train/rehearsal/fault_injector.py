@@ -26,8 +26,7 @@ def run_undisturbed(trace: Trace, seconds: float) -> Scenario:
     """
     while not trace.worker_failures:
         times = trace.progress_times
-        trained = times[-1] - times[0] if times else 0.0
-        if trained > (seconds if trace.saves else 2 * seconds):
+        if times and times[-1] - times[0] > (seconds if trace.saves else 2 * seconds):
             return
         yield
 

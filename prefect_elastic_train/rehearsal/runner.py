@@ -118,9 +118,10 @@ def rehearse(
         certificate.seconds = round(time.time() - certificate.at, 1)
         if save_to is not None:
             certificate.save(Path(save_to))
-    if FlowRunContext.get() is not None:
-        description = f"rehearsal of {certificate.loop}"
-        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=description)
+    if FlowRunContext.get():
+        create_markdown_artifact(
+            certificate.markdown(), key="elastic-train-rehearsal", description=f"rehearsal of {certificate.loop}"
+        )
     return certificate
 
 
@@ -151,8 +152,9 @@ class _Rehearsal:
         self.sandbox.open()
         self.log("training undisturbed")
         seconds = max(_MIN_UNDISTURBED_SECONDS, _UNDISTURBED_SHARE * self.seconds)
-        scenario = partial(run_undisturbed, seconds=seconds)
-        trace = self.sandbox.train("undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), scenario)
+        trace = self.sandbox.train(
+            "undisturbed", 0, max(_UNDISTURBED_STALL_SECONDS, seconds), partial(run_undisturbed, seconds=seconds)
+        )
         self.log(f"undisturbed: {len(trace.reports)} reports, {len(trace.saves)} checkpoints")
         if trace.failure and not trace.worker_failures:
             raise ElasticTrainError(f"the loop fails without any fault: {trace.failure}")
@@ -170,8 +172,7 @@ class _Rehearsal:
         the time is up. The results are recorded in the certificate.
         """
         counter = undisturbed.counter()
-        last = (undisturbed.reports if undisturbed.is_complete else undisturbed.saves)[-1]
-        target = last.progress(counter)
+        target = (undisturbed.reports if undisturbed.is_complete else undisturbed.saves)[-1].progress(counter)
         times = [undisturbed.started_at, *undisturbed.progress_times]
         longest = max(after - before for before, after in pairwise(times))
         stall_timeout = max(_MIN_STALL_SECONDS, _STALL_FACTOR * longest)
@@ -207,12 +208,12 @@ class _Rehearsal:
         comparison, problem = compare_trainings(undisturbed, trace, self.tolerance)
         is_largest = (comparison.difference or 0.0) >= (self.certificate.difference or 0.0)
         if not self.certificate.findings and (problem or is_largest):
-            for name, value in comparison:
-                setattr(self.certificate, name, value)
+            self.certificate.compared = comparison.compared
+            self.certificate.difference = comparison.difference
         if problem:
             self.certificate.add(problem)
         check = check_samples(RunDirectory(LocalRunStore(str(trace.folder))))
-        if check is not None and not check.unknown:
+        if check and not check.unknown:
             self.certificate.samples = self.certificate.samples or check.message
             if check.wrong or not check.exact:
                 self.certificate.add(Problem("samples", check.message))

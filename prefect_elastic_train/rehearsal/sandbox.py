@@ -169,9 +169,8 @@ class Sandbox(Follower):
         self._trace = trace = Trace(folder=self.folder / name)
         self._scenario = start_scenario(trace)
         try:
-            ended = self._runtime.run_attempt(spec)
-            while ended.outcome.retryable:  # the next attempt has a new driver
-                ended = self._runtime.run_attempt(spec)
+            while (ended := self._runtime.run_attempt(spec)).outcome.retryable:
+                pass  # the next attempt has a new driver
             trace.is_complete = ended.outcome is Outcome.COMPLETED
             if not trace.is_complete:
                 trace.failure = ended.message
