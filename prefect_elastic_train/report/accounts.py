@@ -17,6 +17,8 @@ _MAX_HISTORY_ROWS = 2000  # rows of metrics in a result
 
 #: Activities in which a worker group runs the loop: up to its first report, up to the second, and later.
 _RUNNING = ("first", "second", "training")
+#: Activities between two attempts that do not follow each other, and before the first one.
+_INACTIVE = ("", "stopped")
 
 
 class Tally(Counts, ser_json_inf_nan="constants"):
@@ -56,7 +58,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         """Update the counts and seconds of the run with its next event."""
         if isinstance(event, ev.AttemptStarted):
             self._start_attempt(event)
-        elif self.phase not in ("", "stopped") and not isinstance(
+        elif self.phase not in _INACTIVE and not isinstance(
             event, ev.ClusterConnected | ev.ClusterWanted | ev.ControllerAlive | ev.RunRecalled
         ):  # those do not mark an activity of the run
             if isinstance(event, ev.WaitingForCapacity):
@@ -73,7 +75,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         They are counted up to the last event; if the run is active, up to ``now`` (seconds since the epoch).
         """
         tally = self.model_copy(deep=True)
-        if tally.phase not in ("", "stopped"):
+        if tally.phase not in _INACTIVE:
             tally._advance(now)
         tally._split_first()
         tally._move("training", "productive")
@@ -98,7 +100,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         self._split_first()
         if event.checkpoint not in self.commits and event.checkpoint_at > self.counted_until - self.spent["training"]:
             self._preserve(event.checkpoint)
-        was_stopped = self.phase in ("", "stopped") or event.counted == 1
+        was_stopped = self.phase in _INACTIVE or event.counted == 1
         self._close_group("startup" if was_stopped else "restart")
         if event.checkpoint in self.commits:  # otherwise it is too old, and the training that it preserves is unknown
             self._move("productive", "lost", self.spent["productive"] - self.commits[event.checkpoint])
@@ -117,8 +119,10 @@ class Tally(Counts, ser_json_inf_nan="constants"):
                 self.phase = "startup"
             case ev.WorkerGroupStarted():
                 self._close_group(self.setup)
-                if event.restored_step:
-                    self._recover(event.restored_step)
+                if event.restored_step:  # training up to this step is not lost, since its state was in memory
+                    share = (event.restored_step - self.committed_step) / max(self.step - self.committed_step, 1)
+                    self._move("lost", "training", self.uncommitted * min(max(share, 0.0), 1.0))
+                    self.committed_report = self.newest_report
                 self._count_lost_reports()
                 self.phase = "first"
                 self.seconds_at_start = self.spent["productive"]
@@ -237,12 +241,6 @@ class Tally(Counts, ser_json_inf_nan="constants"):
         self.uncommitted += self._move("training", "lost")
         self.phase = self.setup = then
 
-    def _recover(self, step: int) -> None:
-        """Count the training up to a step as not lost, since its state was in memory."""
-        share = (step - self.committed_step) / max(self.step - self.committed_step, 1)
-        self._move("lost", "training", self.uncommitted * min(max(share, 0.0), 1.0))
-        self.committed_report = self.newest_report
-
 
 class Accounts(Counts):
     """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
@@ -277,5 +275,6 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
             accounts.reports += 1
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
-    counts = tally.model_dump(include={*Counts.model_fields, "left"})
-    return accounts.model_copy(update=counts | {"time": tally.account()})
+    return accounts.model_copy(
+        update=tally.model_dump(include={*Counts.model_fields, "left"}) | {"time": tally.account()}
+    )

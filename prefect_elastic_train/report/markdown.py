@@ -25,14 +25,13 @@ def summary_line(report: RunReport, now: float) -> str:
 
 def render(report: RunReport, now: float, picture: str = "") -> str:
     """Return the report of a run as Markdown, with a picture of it, which is a data URI."""
-    incidents = "\n".join(map(_incident, reversed(report.incidents)))
     sections = [
         f"## {escape(headline(report))}",
         " · ".join(_facts(report, now)),
         code(report.detail),
         f"![metrics and workers]({picture})" if picture else "",
         "### What happened",
-        incidents or "Nothing yet.",
+        "\n".join(map(_incident, reversed(report.incidents))) or "Nothing yet.",
         "### Where the time went",
         _time(report.tally.account(now)),
         "### Checkpoints",
@@ -61,8 +60,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
             if rate := report.rates.get(name):
                 number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
                 yield f"{number} {name.replace('_', ' ').rstrip('s')}s a second"
-    omitted = POSITIONS if progress else TOTALS | {"samples"}
-    if metrics := _metrics(report.metrics, omitted):
+    if metrics := _metrics(report.metrics, POSITIONS if progress else TOTALS | {"samples"}):
         yield metrics
     if report.checkpoints:
         age = now - report.checkpoints[-1].at
@@ -93,10 +91,9 @@ def _incident(incident: Incident) -> str:
 
 
 def _time(account: TimeAccount) -> str:
-    parts = account.model_dump(exclude={"wall_seconds", "stopped_seconds"})
     rows = [
         (part.removesuffix("_seconds").replace("_", " "), duration(spent), f"{spent / account.wall_seconds:.1%}")
-        for part, spent in parts.items()
+        for part, spent in account.model_dump(exclude={"wall_seconds", "stopped_seconds"}).items()
         if spent
     ]
     rows.append(("**wall time**", duration(account.wall_seconds), ""))

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -299,7 +299,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         self.reports += 1
         self.metrics = _bounded(event.metrics)
         links = self.links | {name[:_MAX_NAME]: value for name, value in event.metrics.items() if is_link(value)}
-        self.links = dict(list(links.items())[:_MAX_LINKS])
+        self.links = dict(islice(links.items(), _MAX_LINKS))
         if self.state not in ("training", "draining"):
             self._set_state("training")
         numbers = _numbers(self.metrics)
@@ -347,8 +347,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
 
     def _describe(self, event: ev.Event, kind: str, reason: str = "") -> None:
         """Add an incident to the report with the text of an event; ``reason`` is used if the event has none."""
-        description = describe(event, self.checkpoints[-1].name if self.checkpoints else "")
-        if description is not None:
+        if description := describe(event, self.checkpoints[-1].name if self.checkpoints else ""):
             message = "; ".join(filter(None, [description.message, description.reaction]))
             self._add_incident(event.at, kind, message, description.reason or reason)
 
@@ -380,7 +379,7 @@ def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first metrics, with shortened names and texts. Metrics that are URLs are left out."""
     return {
         name[:_MAX_NAME]: value if isinstance(value, int | float | None) else str(value)[:_MAX_NAME]
-        for name, value in list(metrics.items())[:_MAX_METRICS]
+        for name, value in islice(metrics.items(), _MAX_METRICS)
         if not is_link(value)
     }
 
@@ -398,6 +397,7 @@ def _find_progress(numbers: Mapping[str, float]) -> Progress | None:
         if counter in numbers and total > 0:
             done = numbers[counter]
             fraction = min(1.0, max(0.0, done / total))
-            text = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f} ({fraction:.1%})"
-            return Progress(fraction=fraction, text=text)
+            return Progress(
+                fraction=fraction, text=f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f} ({fraction:.1%})"
+            )
     return None
