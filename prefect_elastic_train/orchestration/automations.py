@@ -232,12 +232,12 @@ def _save(client: SyncPrefectClient, template: _Template, label: str, resource: 
     ``resource`` is role and id of the deployment or tag in Prefect's events; ``label`` is its name for users.
     """
     # An update sends only what is set, and the server requires the posture, so it is set even where it is the default.
-    trigger: dict[str, Any] = {"posture": Posture.Reactive, **template.trigger}
     related = {"prefect.resource.role": resource.partition(".")[0], "prefect.resource.id": f"prefect.{resource}"}
+    trigger = {"posture": Posture.Reactive, "match_related": related, **template.trigger}
     automation = AutomationCore(
         name=f"elastic-train: {template.name} of {label}",
         description=template.description,
-        trigger=EventTrigger(match_related=related, **trigger),
+        trigger=EventTrigger.model_validate(trigger),
         actions=[template.action],
     )
     existing = client.read_automations_by_name(automation.name)

@@ -87,7 +87,7 @@ def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> No
 def enclosing_flows() -> Iterator[FlowRunContext]:
     """Yield the Prefect contexts of the flow runs in this process that the caller runs in, the innermost first."""
     context = FlowRunContext.get()
-    while context is not None:
+    while context:
         yield context
         outer = context._token and context._token.old_value
         context = outer if isinstance(outer, FlowRunContext) else None

@@ -110,8 +110,7 @@ class RunLog:
             return
         is_detail = ray_output.is_detail(text)
         text = ray_output.without_marks(text)
-        match = ray_output.WORKER_LINE.match(text)
-        if match is not None:
+        if match := ray_output.WORKER_LINE.match(text):
             source = match["actor"]
             text = text[match.end() :]
             if source == "RayTrainWorker":
@@ -218,8 +217,9 @@ class RunLog:
                     for cause in leading_causes(event.causes)
                     if not cause.is_death and "\n" in cause.traceback.strip()
                 )
-                details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.causes else ""
-                line += details + self.loop_error
+                if event.causes:
+                    line += f"; details: {self._run_uri}/{details_name(self._attempt)}"
+                line += self.loop_error
             # Once a minute while the driver is busy. Its operations are in lower case, controller states in upper case.
             case ControllerAlive() if (
                 event.doing.islower() and event.seconds % _WAITING_SECONDS < ALIVE_SECONDS < event.seconds

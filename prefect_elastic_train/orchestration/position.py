@@ -59,7 +59,7 @@ def count_training() -> TrainingPosition:
     Called once for each call of ``elastic_train``.
     """
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    if not context or not context.flow_run:
         return TrainingPosition(Owner(flow_run_id=uuid4().hex))
     flow_run_id = str(context.flow_run.id)
     executions = context.flow_run.run_count
@@ -74,7 +74,7 @@ def current_position(context: FlowRunContext) -> TrainingPosition:
     The Prefect API is queried once a flow run.
     """
     flow_run = context.flow_run
-    assert flow_run is not None
+    assert flow_run
     flow_run_id = str(flow_run.id)
     if flow_run_id in _registry.positions:
         return _registry.positions[flow_run_id]
@@ -105,7 +105,7 @@ def _look_up(client: SyncPrefectClient, flow_run: FlowRun) -> TrainingPosition:
     flow_name = client.read_flow(flow_run.flow_id).name
     # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
     call = None if is_root(flow_run) else client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
-    if call is None or call.flow_run_id is None:
+    if not call or not call.flow_run_id:
         deployment = client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
         return _position_of_root(flow_run, flow_name, deployment)
     parent = _look_up(client, client.read_flow_run(call.flow_run_id))
@@ -115,8 +115,9 @@ def _look_up(client: SyncPrefectClient, flow_run: FlowRun) -> TrainingPosition:
         key = ("subflow", parent.owner.flow_run_id, parent.owner.execution, parent.calls, flow_name)
         with _registry.lock:
             number = f"t{_number_in_tasks(str(flow_run.id), parent.flow_run_ids[0], key)}"
-    calls = (*parent.calls, Call(flow_name, number))
-    return replace(parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=calls)
+    return replace(
+        parent, flow_run_ids=(str(flow_run.id), *parent.flow_run_ids), calls=(*parent.calls, Call(flow_name, number))
+    )
 
 
 def _position_of_root(
@@ -136,11 +137,7 @@ def _position_of_root(
     ]
     if deployment:
         resources.append(object_as_related_resource("deployment", "deployment", deployment))
-    return TrainingPosition(
-        owner,
-        (owner.flow_run_id,),
-        related=tuple(resources),
-    )
+    return TrainingPosition(owner, (owner.flow_run_id,), related=tuple(resources))
 
 
 class _Registry:

@@ -60,8 +60,10 @@ class RunEvent(NamedTuple):
 
 def translate(event: ev.Event, report: RunReport) -> list[RunEvent]:
     """Return the Prefect events to send for an event of a training that is already added to the report."""
-    key = f"{event.attempt}-{event.sequence}"
-    return [_run_event(report, name, event.at, payload, key) for name, payload in _payloads(event, report)]
+    return [
+        _run_event(report, name, event.at, payload, f"{event.attempt}-{event.sequence}")
+        for name, payload in _payloads(event, report)
+    ]
 
 
 def end_event(report: RunReport, name: str, at: float, message: str) -> RunEvent:
@@ -133,12 +135,12 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
             yield "preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", payload
         case ev.LoopWarned():
             yield event.problem, {"message": event.message, "checkpoint": loop_name(event.checkpoint)}
-        case ev.StragglerFound() | ev.NodesLeftOut():
+        case ev.WaitingForCapacity() if not report.is_new_wait:
+            return
+        case ev.StorageWaited() if event.seconds < MIN_REPORTED_WAIT_SECONDS:
+            return
+        case ev.StragglerFound() | ev.NodesLeftOut() | ev.WaitingForCapacity() | ev.StorageWaited():
             yield event.kind.replace("_", "-"), event.model_dump(exclude=_COMMON_FIELDS)
-        case ev.WaitingForCapacity() if report.is_new_wait:
-            yield "waiting-for-capacity", event.model_dump(exclude=_COMMON_FIELDS)
-        case ev.StorageWaited() if event.seconds >= MIN_REPORTED_WAIT_SECONDS:
-            yield "storage-waited", event.model_dump(exclude=_COMMON_FIELDS)
         case ev.CheckpointCommitted():
             checkpoint = report.checkpoints[-1]
             payload = {
@@ -150,5 +152,7 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
             }
             yield "checkpoint", payload
             if report.best is checkpoint:
-                score = {"score_attribute": report.score_attribute, "score": checkpoint.score}
-                yield "best-checkpoint", payload | score
+                yield (
+                    "best-checkpoint",
+                    payload | {"score_attribute": report.score_attribute, "score": checkpoint.score},
+                )

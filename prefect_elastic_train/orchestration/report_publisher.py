@@ -137,7 +137,7 @@ class Publisher:
         Returns within some seconds even if the Prefect API does not answer, but waits for a plot that is being drawn.
         """
         self._stopping.set()
-        if self._thread is not None:
+        if self._thread:
             self._thread.join(timeout=1.0 if self._has_failed else PUBLISHER_CLOSE_SECONDS)
         self._is_closed = True
         if self._plot_lock.acquire(timeout=_PLOT_SECONDS):
@@ -204,7 +204,7 @@ class Publisher:
         self._written_at = time.monotonic()
         now = time.time()
         summary = summary_line(report, now)
-        if report.progress is not None and self._is_due("progress", _PROGRESS_SECONDS):
+        if report.progress and self._is_due("progress", _PROGRESS_SECONDS):
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
         if report.reports and self._is_due("plot", math.inf):
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left

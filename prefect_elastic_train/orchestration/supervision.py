@@ -239,8 +239,9 @@ class Training(Follower):
             self._watch.close()
             self._processes.close()
         finally:  # also if a runner's signal interrupts the closing
-            is_published = is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
-            self._publisher.end(state.value, reason, is_published)
+            self._publisher.end(
+                state.value, reason, is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
+            )
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
@@ -312,7 +313,7 @@ class Training(Follower):
         count by then, which the next driver finds out from the run directory.
         """
         context = TaskRunContext.get()
-        assert context is not None
+        assert context
         failures = self.blocks.failures
         left = max(self._restarts_left, failures.forgive_after_seconds > 0 and not self._idle_attempts)
         context.task.retries = context.task_run.run_count - 1 + left
@@ -321,14 +322,29 @@ class Training(Follower):
     def _prepare_restart(self) -> None:
         """Wait for the delay before a driver restart, and load the saved blocks again.
 
-        The cluster is supervised meanwhile, which Prefect's own retry delay would not do.
+        The cluster is supervised meanwhile, which Prefect's own retry delay would not do. The previous blocks are kept
+        if Prefect's API does not answer.
         """
         if self._idle_attempts:
-            seconds = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
-            seconds *= random.uniform(1.0, 1.2)
+            delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
+            seconds = delay * random.uniform(1.0, 1.2)
             self._log.note(f"The next driver starts in {seconds:.0f} s")
             self._processes.wait(seconds)
-        self._reload_blocks()
+        try:
+            loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
+        except ConfigurationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the API does
+            self._log.note(
+                f"the blocks of training {self.request.run_name!r} cannot be loaded now: {type(error).__name__}: "
+                f"{error}. They are used as they were at the attempt before",
+                WARNING,
+            )
+            return
+        blocks = self.blocks._replace(**loaded)
+        if blocks != self.blocks:
+            self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
+        self.blocks = blocks
 
     def _run_driver(self) -> AttemptEnded:
         """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error."""
@@ -362,24 +378,6 @@ class Training(Follower):
             previous_end=self._publisher.report.last_end,
             ends_at=self._deadline - time.monotonic() + time.time(),
         )
-
-    def _reload_blocks(self) -> None:
-        """Load the saved blocks again; keep the previous ones if Prefect's API does not answer."""
-        try:
-            loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
-        except ConfigurationError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the API does
-            self._log.note(
-                f"the blocks of training {self.request.run_name!r} cannot be loaded now: {type(error).__name__}: "
-                f"{error}. They are used as they were at the attempt before",
-                WARNING,
-            )
-            return
-        blocks = self.blocks._replace(**loaded)
-        if blocks != self.blocks:
-            self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
-        self.blocks = blocks
 
     def on_event(self, event: Event, replayed: bool) -> None:
         """Log and publish an event of the driver, and count restarts and commits by it. Called by the supervisor.

@@ -158,7 +158,7 @@ def _closing(training: Training) -> Iterator[None]:
     """
     try:
         yield
-        if training.cancellation is not None:
+        if training.cancellation:
             raise training.cancellation.with_traceback(None)
     except SilentEndError as error:
         raise Abort(str(error)) from None
