@@ -86,8 +86,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         trainer.accumulate_grad_batches = math.ceil(share / self._batch_size)
 
     def __len__(self) -> int:
-        drop_last = self._loader.get("drop_last", False)
-        order = SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
+        order = SampleOrder(
+            length_of(self._dataset), self._global_batch, drop_last=self._loader.get("drop_last", False)
+        )
         return len(StepBatches(order, range(order.steps_per_epoch), 0, self._trainer.world_size, self._batch_size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -147,8 +148,11 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     def _metrics(self) -> dict[str, Metric]:
         """Return the torchmetrics objects of the Lightning module, by name."""
-        modules = self._trainer.lightning_module.named_modules()
-        return {name: module for name, module in modules if isinstance(module, Metric)}
+        return {
+            name: module
+            for name, module in self._trainer.lightning_module.named_modules()
+            if isinstance(module, Metric)
+        }
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Write Lightning's checkpoint, the state that it lacks, and the files of ``ModelCheckpoint`` to ``directory``.

@@ -121,8 +121,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             self._restored["stopped"] = False
         self._random = random_state()
         self._batches = self._steps()
-        folder = self._resumed.path if self._resumed else None
-        return super().train(*args, resume_from_checkpoint=folder, **options)
+        return super().train(*args, resume_from_checkpoint=self._resumed.path if self._resumed else None, **options)
 
     def _steps(self) -> Iterator[Any]:
         """Yield this rank's batches from the session, and record each step as done when the trainer requests more."""
