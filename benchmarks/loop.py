@@ -276,7 +276,7 @@ def replays_loop(config: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 session.step()
-                found[(session.done - 1) % 2].append(time.monotonic() - began)
+                found[session.done % 2].append(time.monotonic() - began)
                 began = time.monotonic()
     if ray.train.get_context().get_world_rank() == 0:
         Path(config["results"]).write_text(json.dumps([seconds[SHARD_STEPS:] for seconds in found]))

@@ -1,5 +1,6 @@
 """Finds stragglers: ranks that take longer than the others for their own work of a step, for which all others wait."""
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class StragglerWatch:
         self._compared_step = step
         self._next_at = now + _INTERVAL_SECONDS
         compared = [of_rank[step] for of_rank in windows]
-        usual = sorted(compared, key=lambda window: window.seconds)[(len(compared) - 1) // 2]
+        usual = statistics.median_low(compared)  # by seconds, as their steps are equal
         slow = Counter[int]()
         for rank, window in enumerate(compared):
             limit = max(_FACTOR * usual.seconds, usual.seconds + usual.spread + window.spread)

@@ -218,7 +218,7 @@ class StepBatches:
             largest_share = math.ceil(self.order.size(step) / self.world_size)
             parts = math.ceil(largest_share / self.micro_batch) if self.micro_batch else self.shards or 1
             own = shards_of(self.rank, self.world_size, self.shards) or range(parts)
-            if self.replay_every and (step + 1) % self.replay_every == 0:
+            if self.shards and self.replay_every and step % self.replay_every == 0:
                 for number in range(3):
                     part = shards_of((self.rank + number) % self.world_size, self.world_size, self.shards)[0]
                     yield BatchPosition(step, part, parts, False, number + 1)

@@ -72,11 +72,10 @@ class State(Protocol):
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> Any:
         """Create the ``ShardGradients`` of the modules. The session calls it on all ranks. Default: raise TypeError."""
-        raise TypeError(f"shards={shards}: a {type(self).__name__} is not supported; use a TorchState")
+        raise TypeError(f"a {type(self).__name__} supports neither shards nor replay_every; use a TorchState")
 
-    def replays(self, rank: int, world_size: int, shards: int) -> Any:
-        """Create the ``Replays`` of the modules. The session calls it on all ranks. Default: raise TypeError."""
-        raise TypeError(f"replay_every: a {type(self).__name__} is not supported; use a TorchState")
+    #: Creates the ``Replays`` of the modules, in the same way.
+    replays: Any = shard_gradients
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the loop's state at a save, so that the loop can go on, and return a function that writes the copy.

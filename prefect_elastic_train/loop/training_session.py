@@ -39,10 +39,6 @@ SESSION_FILE = "loop.json"  # file of a checkpoint, with the session's metadata
 _REPORT_SECONDS = (5.0, 100.0)
 #: Within these, the time between two reports as a multiple of a report's duration. It waits for Ray's controller.
 _REPORT_TIMES = 200.0
-_BACKWARD_RULES = (
-    "with shards or replay_every, use session.batches, call session.backward(loss) instead of loss.backward() for each "
-    "batch, and optimizer.step() and session.step() only if session.is_last_part"
-)
 _WRITE_SECONDS = 3600.0  # timeout of a save that waits for the upload of the save before
 
 #: Module state, read from outside to show the loop's progress: the session of this worker process.
@@ -116,9 +112,9 @@ class Session(AbstractContextManager["Session"]):
             worker. A restarted worker group continues from the newest one if it is newer than the newest checkpoint.
             ``"auto"`` computes the interval from the failures of this run and the measured cost of a point, which
             blocks the loop for at most 1 % of the time. ``"off"``: restarts continue from checkpoints.
-        replay_every: Interval in steps between replays, which find wrong results of damaged hardware: a batch is
+        replay_every: Interval between steps with replays, which find wrong results of damaged hardware: a batch is
             computed again, with ``shards`` by another rank, and the gradients and weights are compared bit by bit. Call
-            :meth:`backward`, and the optimizer and :meth:`step` only if :attr:`is_last_part`. 0: no replays.
+            the optimizer and :meth:`step` only if :attr:`is_last_part`. 0: no replays.
         guard: The :class:`Guard` against losses and weights that are not finite numbers, and loss spikes. None: nothing
             is checked.
 
@@ -168,7 +164,6 @@ class Session(AbstractContextManager["Session"]):
     began_at = 0.0
     held_for = 0  # number of the announced growth for which this rank waits, with its state in memory; 0: none
     _in_batches = False  # the loop is working on a batch of `batches`
-    _has_gradients = False  # it has called `backward` for it
     _is_open = False  # the last step is not yet saved or reported
     _must_save = False  # the last step must be saved
     _must_report = False  # the last step must be reported, with a checkpoint or without
@@ -222,10 +217,12 @@ class Session(AbstractContextManager["Session"]):
             )
         self._shards = shards
         self._set_share(mesh)
-        if shards and not (self.world_size <= shards <= global_batch and shards.bit_count() == 1 and mesh is None):
+        if (shards or replay_every) and mesh is not None:
+            raise ValueError("a mesh supports neither shards nor replay_every")
+        if shards and not (self.world_size <= shards <= global_batch and shards.bit_count() == 1):
             raise ValueError(
                 f"shards={shards}: must be a power of two between the number of workers ({self.world_size}) and "
-                f"global_batch ({global_batch}); a mesh is not supported"
+                f"global_batch ({global_batch})"
             )
         self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
@@ -259,8 +256,6 @@ class Session(AbstractContextManager["Session"]):
         self._gradients = state.shard_gradients(self.rank, self.world_size, shards) if shards else None
         if self._gradients:
             self._record_environment(self._gradients)
-        if replay_every < 0 or (replay_every and mesh is not None):
-            raise ValueError(f"replay_every={replay_every}: must be at least 0, and a mesh is not supported")
         self._replay_every = replay_every
         self._replays: Any = state.replays(self.rank, self.world_size, shards) if replay_every else None
         if self._replays and not self._replays.is_supported:
@@ -357,9 +352,7 @@ class Session(AbstractContextManager["Session"]):
         if self._shards and micro_batch:
             raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
         steps = range(self.done, self.end)
-        sampler = StepBatches(
-            order, steps, *self._share, micro_batch, self._shards, self._replay_every * bool(self._shards)
-        )
+        sampler = StepBatches(order, steps, *self._share, micro_batch, self._shards, self._replay_every)
         loaded = load(dataset, sampler, loader)
         self.phases.begin("loading")
         for (step, part, parts, is_last, replay), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
@@ -375,7 +368,7 @@ class Session(AbstractContextManager["Session"]):
                     self._complete_step(None, False)
                     self._close_step()
                 continue
-            is_twice = self._replay_every and not self._shards and part == 0 and (step + 1) % self._replay_every == 0
+            is_twice = self._replay_every and not (self._shards or part or step % self._replay_every)
             for number in (1, 2, 0) if is_twice else (replay,):
                 if number and not self._replays.begin(number):
                     continue
@@ -390,7 +383,6 @@ class Session(AbstractContextManager["Session"]):
                 if self.weight and self._is_counted and not number:
                     self._step_samples.append(samples)
                 self.began_at = self.began_at or time.time()
-                self._has_gradients = False
                 self._in_batches = True
                 self.phases.begin("step" if self.done > self.began_from else "first step")
                 self.phases.begin_work()
@@ -399,8 +391,6 @@ class Session(AbstractContextManager["Session"]):
                 finally:
                     self._in_batches = False
                 if number:
-                    if not self._has_gradients:
-                        raise LoopError(_BACKWARD_RULES)
                     self._replays.end(step)
                 self._close_step()
                 self.phases.begin("loading")
@@ -441,7 +431,6 @@ class Session(AbstractContextManager["Session"]):
         Args:
             loss: Mean over the batch, multiplied by :attr:`weight`: a tensor.
         """
-        self._has_gradients = True
         if self._gradients is None or self.is_replay:
             loss.backward()
             return
@@ -467,8 +456,13 @@ class Session(AbstractContextManager["Session"]):
         """
         if "order" in self._about and self.done >= self.end:
             raise LoopError("session.step() was called after the last batch: call it once for each batch")
-        if (self._gradients or self._replays) and not (self._in_batches and self._has_gradients and self.is_last_part):
-            raise LoopError(_BACKWARD_RULES)
+        if ((self._gradients or self._replays) and not (self._in_batches and self.is_last_part)) or (
+            self._gradients and not self._gradients.has_gradients
+        ):
+            raise LoopError(
+                "with shards or replay_every, use session.batches, call session.backward(loss) instead of "
+                "loss.backward() for each batch, and optimizer.step() and session.step() only if session.is_last_part"
+            )
         self.began_at = self.began_at or self._entered_at
         if self._guard:
             self._guard.check(metrics or {}, self.done, self._about.get("skipped", []))

@@ -228,15 +228,12 @@ class ChildDriver(DriverHandle):
     def prepare_stop(self, reason: BaseException) -> None:
         """Write the outcome, ``timed_out`` or ``cancelled``, into a file that the driver reads when it is stopped.
 
-        If a session saves first, wait for it.
+        If a session saves first, wait until the driver exits after it, or for another signal.
         """
         outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
         self._spec_file.with_name(STOP_FILE).write_text(outcome.value)
-        if self._has_session and not self._sent and self.follower.saves_first(reason):
-            self._await_save()
-
-    def _await_save(self) -> None:
-        """Let the driver's session save, and wait until the driver exits after it, or for another signal."""
+        if not self._has_session or self._sent or not self.follower.saves_first(reason):
+            return
         signals = count_signals()
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + self.settings.termination_grace_seconds
