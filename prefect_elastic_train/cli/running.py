@@ -244,8 +244,8 @@ def _parse_yaml(source: str, content: Path | str) -> Any:
     """
     try:
         # PyYAML reads YAML 1.1, where 1e-3 is text, and no and off are booleans.
-        value = YAML(typ="safe", pure=True).load(content)
-        return json.loads(json.dumps(value, allow_nan=False))  # also copies tables that anchors share
+        # Also copies tables that anchors share.
+        return json.loads(json.dumps(YAML(typ="safe", pure=True).load(content), allow_nan=False))
     except (OSError, TypeError, ValueError, YAMLError) as error:
         raise ConfigurationError(
             f"{source} cannot be read as YAML that JSON can represent (write dates in quotes): {error}"

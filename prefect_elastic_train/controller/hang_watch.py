@@ -1,7 +1,8 @@
 """Finds loops that hang, by the phases of their sessions: the time limit of each is learned from its duration so far.
 
-A limit alone would stop loops that are only slow. So when a rank exceeds one, its thread is observed from outside. It
-hangs if it is stopped, or if the kernel does not run it for some time and it does not wait for other ranks.
+A limit alone would stop loops that are only slow. So when a rank exceeds one, or its process does not answer, the
+threads of all ranks are observed from outside. A rank hangs if it is stopped, or if the kernel does not run it for some
+time and it does not wait for other ranks.
 """
 
 import time
@@ -69,12 +70,15 @@ class HangWatch:
         self._workers = workers
         #: The phase of each rank by its newest answer; ``seconds`` is its begin by the clock of this process.
         self._ranks: dict[int, PhaseReport] = {}
-        self._answered: dict[int, float] = {}  # when each rank did so last
+        self._answered: dict[int, float] = {}  # time of each rank's newest answer
         self._observations: list[Any] = []
         self._observed_at = 0.0  # start of the current observation, or the earliest one of the next
 
     def check(self, statuses: Sequence[Any]) -> None:
-        """Check the phases of the ranks by the status that a poll returned for each. Call it at each poll.
+        """Check the status of each rank after each poll.
+
+        Begin to observe the ranks if one has exceeded the limit of its phase, or has not answered for as long as a step
+        may take.
 
         Raises:
             WorkerGroupError: A rank hangs, or all ranks wait for each other.
@@ -88,8 +92,7 @@ class HangWatch:
         }
         # A rank that does not answer may be stopped, in any phase.
         silence = phase_limit("step", self._longest["step"], LEARNING_STEPS)
-        is_silent = any(now - self._answered[rank] > silence for rank in self._ranks)
-        if not over and not is_silent:
+        if not over and all(now - self._answered[rank] <= silence for rank in self._ranks):
             self._observations = []
         elif self._observations:
             self._judge(now, over)
@@ -97,7 +100,7 @@ class HangWatch:
             self._observe(now)
 
     def _update(self, now: float, statuses: Sequence[Any]) -> None:
-        """Learn from the answers of a poll. A rank that did not answer is still in the phase that it had."""
+        """Learn from the answers of a poll. A rank that did not answer is taken to be in its last known phase."""
         for rank, status in enumerate(statuses):
             report: PhaseReport | None = getattr(status, "phase", None)
             if report and status.running:

@@ -128,8 +128,7 @@ class LoopWatch:
         for rank, status in enumerate(statuses):
             if hasattr(status, "waited"):
                 self._waiting_since[rank] = now - status.waited
-        waited = now - min(self._waiting_since.values(), default=now)
-        if waited > _WAIT_SECONDS:
+        if now - min(self._waiting_since.values(), default=now) > _WAIT_SECONDS:
             message = "ranks wait for others: {}. All must call ray.train.report() and collectives equally often"
             self._warn("ranks-wait", message)
         self.stragglers.check(statuses)

@@ -205,8 +205,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         statuses = worker_group_status.worker_statuses.values()
         positions = [getattr(status, "position", None) for status in statuses]
         held = self._growth_planned_at and all(rank and rank.held_for == self._growths for rank in positions)
-        is_due = committed or held or now >= self._next_check
-        if not is_due or not all(status.running for status in statuses):
+        if not (committed or held or now >= self._next_check) or not all(status.running for status in statuses):
             return rays.NoopDecision()
         self._next_check = now + self._settings.resize_check_interval_seconds
         held_on = Counter(worker.metadata.node_id for worker in workers)
@@ -215,8 +214,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         possible = min(stable, self._start.limit(now))
         target = possible if possible > len(workers) else 0
         failures = state.settings.failures
-        is_replaced = failures.on_straggler == "replace" and failures.node_strikes
-        slow = state.loops.stragglers.slow_nodes() if is_replaced else {}
+        slow = {}
+        if failures.on_straggler == "replace" and failures.node_strikes:
+            slow = state.loops.stragglers.slow_nodes()
         if slow and not target and self._capacity(now, held_on, slow)[1] >= len(workers):
             target = len(workers)
         if bool(target) != bool(self._growth_planned_at):
@@ -230,16 +230,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not target or not (committed or held or has_waited):
             return rays.NoopDecision()
         self._growth_planned_at = 0.0
-        reason = "memory" if held else "patience"
         if target == len(workers):
             state.strikes.add(slow, failures.node_strikes)
             self._capacity(now, held_on)  # leaves the nodes out
-        return GrowthDecision(target, self._demand.resources, "commit" if committed else reason, waited)
+        reason = "commit" if committed else "memory" if held else "patience"
+        return GrowthDecision(target, self._demand.resources, reason, waited)
 
     def _publish_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
         """Publish a wait for capacity, at intervals. Raise CapacityTimeoutError once it has lasted too long."""
-        is_due = now - self._published_wait_at >= _PUBLISH_WAIT_EVERY_SECONDS
-        if waited >= _PUBLISH_WAIT_AFTER_SECONDS and is_due:
+        if waited >= _PUBLISH_WAIT_AFTER_SECONDS and now - self._published_wait_at >= _PUBLISH_WAIT_EVERY_SECONDS:
             self._published_wait_at = now
             if waited >= _LONG_WAIT_SECONDS:
                 self._state.standbys.release()

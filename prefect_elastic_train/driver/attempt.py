@@ -330,7 +330,7 @@ class Attempt:
 
     def _complete(self) -> AttemptEnded:
         """Return the final event, with the run's result, after the train loop has returned on all ranks."""
-        assert self.recorder.history is not None
+        assert self.recorder.history
         self.recorder.set_activity("adding up the run's result")
         self._receiver.finish(EXIT_STEP_SECONDS)
         self.recorder.history.close()

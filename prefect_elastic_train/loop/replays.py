@@ -19,9 +19,9 @@ from .state import random_state, restore_random_state
 
 
 class WrongResultError(ArithmeticError):
-    """A rank has other weights than the others, or computes other gradients of the same samples."""
+    """The weights or gradients of a rank differ from those that other ranks, or a repetition, computed."""
 
-    is_of_node = True
+    is_of_node = True  # counts as a strike against the node of the rank
 
 
 class Replays:
@@ -37,10 +37,10 @@ class Replays:
         is_supported: False if the ranks have different hardware, versions or settings, and thus different rounding.
 
     Raises:
-        TypeError: The parameters are sharded, or of the type complex128.
+        TypeError: The modules cannot be trained with replays.
     """
 
-    _must_vote = False
+    _needs_third: Any = False  # the gradients of two replays differ, so a third one decides
 
     def __init__(self, modules: Iterable[torch.nn.Module], rank: int, world_size: int, shards: int) -> None:
         self._modules = [*modules]
@@ -48,11 +48,15 @@ class Replays:
         self._world_size = world_size
         self._shards = shards
         self._wrappers = [each for each in self._modules if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
-        #: With neither, the ranks may have different weights.
+        #: True if all ranks must have equal weights. Else these are not compared.
         self._is_replicated = shards or len(self._wrappers) == len(self._modules)
         self._checksums: list[int] = []  # of the weights, and of the gradients of each replay
-        if any(isinstance(each, DTensor) or each.itemsize > 8 for each in self._parameters()):
-            raise TypeError("replay_every does not support sharded parameters, such as of FSDP2, and complex128")
+        if any(isinstance(each, DTensor) or each.itemsize > 8 for each in self._parameters()) or any(
+            wrapper.static_graph for wrapper in self._wrappers
+        ):
+            raise TypeError(
+                "replay_every does not support FSDP, tensor parallelism, complex128, and DDP's static_graph"
+            )
         environments = self._gather(environment())
         self.is_supported = environments.count(environments[0]) == len(environments)
 
@@ -74,59 +78,73 @@ class Replays:
         """
         if number == 1:
             self._checksums = [_checksum(each.detach() for each in self._parameters()) if self._is_replicated else 0]
-        elif number == 3 and not self._must_vote:
+        elif number == 3 and not self._needs_third:
             return False
         self._buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
         self._random = random_state()
-        self._clear(syncs=False)
+        self._clear_gradients(sync=False)
         return True
 
-    def _clear(self, syncs: bool) -> None:
+    def _clear_gradients(self, sync: bool) -> None:
+        """Delete all gradients, and turn DDP's all-reduce on or off."""
         for parameter in self._parameters():
             parameter.grad = None
         for wrapper in self._wrappers:
-            wrapper.require_backward_grad_sync = syncs
+            wrapper.require_backward_grad_sync = sync
 
-    def end(self, step: int) -> None:
-        """Undo the effects of a replay, and compare the results of all ranks if there are enough.
+    def end(self, step: int, are_compared: bool) -> None:
+        """Undo the effects of a replay. After the second and the third one, compare the checksums of all ranks.
+
+        Args:
+            step: Index of the step.
+            are_compared: False in the first step of a process, whose first pass may use other kernels.
 
         Raises:
-            WrongResultError: This rank has a wrong result, or one of several that differ.
+            RuntimeError: The loop has computed no gradients.
+            WrongResultError: The results of this rank differ from those of most ranks, or there is no majority.
         """
-        self._checksums.append(_checksum(each.grad for each in self._parameters() if each.grad is not None))
-        self._clear(syncs=True)
+        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        if not gradients:
+            raise RuntimeError("a replay has no gradients: call backward for each batch, also if session.is_replay")
+        self._checksums.append(_checksum(gradients))
+        self._clear_gradients(sync=True)
         restore_random_state(self._random)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        if len(self._checksums) < 3:
+        if len(self._checksums) < 3 or not are_compared:
             return
-        weights, *gradients = zip(*self._gather(self._checksums), strict=True)
+        weights, *replays = zip(*self._gather(self._checksums), strict=True)
+        what = "weights"
         wrong = find_wrong_ranks(enumerate(weights))
-        problem = "has other weights than the others"
-        self._must_vote = False
+        self._needs_third = False
         if not wrong:
-            problem = "computes other gradients of the same samples"
-            for first in range(self._world_size):
-                # Those that computed the first batch of this rank, each in one replay.
-                ranks = [(first - bool(self._shards) * number) % self._world_size for number in range(len(gradients))]
-                wrong |= find_wrong_ranks((rank, gradients[number][rank]) for number, rank in enumerate(ranks))
-            self._must_vote = bool(self._shards and wrong) and len(gradients) < 3
-        if self._rank in wrong and not self._must_vote:
-            raise WrongResultError(f"step {step}: rank {self._rank} on {platform.node()} {problem} ({sorted(wrong)})")
+            what = "gradients"
+            for owner in range(self._world_size):
+                wrong |= find_wrong_ranks(  # the ranks that computed the first batch of the owner
+                    (rank := (owner - bool(self._shards) * number) % self._world_size, results[rank])
+                    for number, results in enumerate(replays)
+                )
+            self._needs_third = self._shards and wrong and len(replays) < 3
+        if self._rank in wrong and not self._needs_third:
+            raise WrongResultError(
+                f"step {step}: the {what} of rank {self._rank} on {platform.node()} differ from those computed "
+                f"elsewhere or before (ranks: {sorted(wrong)}). Check the node's hardware, and that all kernels are "
+                "deterministic"
+            )
 
 
 def find_wrong_ranks(results: Iterable[tuple[int, int]]) -> set[int]:
-    """Return the ranks with another result than most ranks; all of them if no two ranks have the same.
+    """Return the ranks with another result than the majority; all ranks if there is none.
 
     Args:
-        results: Pairs of a rank and its result. A rank may have several.
+        results: Pairs of a rank and its result. Equal results of a rank count once.
     """
     each = {*results}
     [(usual, count)] = Counter(result for _, result in each).most_common(1)
-    return {rank for rank, result in each if result != usual or count == 1 < len(each)}
+    return {rank for rank, result in each if result != usual or 2 * count <= len(each)}
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the sum of the values, taken as integers. Any flipped bit changes it."""
+    """Return the sum of the values, read as integers. One flipped bit always changes it; several may cancel out."""
     return sum(int(each.to_dense().view(getattr(torch, f"int{8 * each.itemsize}")).sum()) for each in tensors)

@@ -72,7 +72,7 @@ class State(Protocol):
 
     def shard_gradients(self, rank: int, world_size: int, shards: int) -> Any:
         """Create the ``ShardGradients`` of the modules. The session calls it on all ranks. Default: raise TypeError."""
-        raise TypeError(f"a {type(self).__name__} supports neither shards nor replay_every; use a TorchState")
+        raise TypeError(f"{type(self).__name__} supports neither shards nor replay_every; use a TorchState")
 
     #: Creates the ``Replays`` of the modules, in the same way.
     replays: Any = shard_gradients

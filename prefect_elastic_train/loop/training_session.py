@@ -112,9 +112,10 @@ class Session(AbstractContextManager["Session"]):
             worker. A restarted worker group continues from the newest one if it is newer than the newest checkpoint.
             ``"auto"`` computes the interval from the failures of this run and the measured cost of a point, which
             blocks the loop for at most 1 % of the time. ``"off"``: restarts continue from checkpoints.
-        replay_every: Interval between steps with replays, which find wrong results of damaged hardware: a batch is
-            computed again, with ``shards`` by another rank, and the gradients and weights are compared bit by bit. Call
-            the optimizer and :meth:`step` only if :attr:`is_last_part`. 0: no replays.
+        replay_every: Interval in steps between steps with replays: batches that are computed again, to find wrong
+            results of damaged hardware. The ranks compare checksums of gradients and weights. With ``shards``, a replay
+            is computed by another rank, if there is one. Call the optimizer and :meth:`step` only if
+            :attr:`is_last_part`. 0: no replays.
         guard: The :class:`Guard` against losses and weights that are not finite numbers, and loss spikes. None: nothing
             is checked.
 
@@ -139,7 +140,8 @@ class Session(AbstractContextManager["Session"]):
 
     Raises:
         ValueError: An argument is out of range.
-        TypeError: The dataset cannot be read by index, such as a stream.
+        TypeError: The dataset cannot be read by index, such as a stream, or the state does not support ``shards`` or
+            ``replay_every``.
         StateMismatchError: The checkpoint has other parts or shapes than the state.
         LoopError: The ranks are not at the same step, :meth:`step` was not called after a batch, the dataset has
             changed, or the loop had a session before: a checkpoint holds the position of one session.
@@ -391,7 +393,7 @@ class Session(AbstractContextManager["Session"]):
                 finally:
                     self._in_batches = False
                 if number:
-                    self._replays.end(step)
+                    self._replays.end(step, self.done > self.began_from)
                 self._close_step()
                 self.phases.begin("loading")
         self.phases.begin("evaluation")
@@ -460,8 +462,8 @@ class Session(AbstractContextManager["Session"]):
             self._gradients and not self._gradients.has_gradients
         ):
             raise LoopError(
-                "with shards or replay_every, use session.batches, call session.backward(loss) instead of "
-                "loss.backward() for each batch, and optimizer.step() and session.step() only if session.is_last_part"
+                "with shards or replay_every, use session.batches, and call optimizer.step() and session.step() only "
+                "if session.is_last_part. With shards, call session.backward(loss) instead of loss.backward()"
             )
         self.began_at = self.began_at or self._entered_at
         if self._guard:

@@ -152,8 +152,7 @@ def serve(framework: str = "none") -> None:
     server = _Server(framework)
     for line in sys.stdin:
         request = json.loads(line)
-        result = getattr(server, request.pop("method"))(**request)
-        print(json.dumps(result), file=results, flush=True)
+        print(json.dumps(getattr(server, request.pop("method"))(**request)), file=results, flush=True)
 
 
 if __name__ == "__main__":

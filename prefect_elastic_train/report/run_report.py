@@ -304,8 +304,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             self._set_state("training")
         numbers = _numbers(self.metrics)
         for name, number in numbers.items():
-            has_room = name in self.curves or len(self.curves) < _MAX_CURVES
-            if has_room and name not in POSITIONS:
+            if name not in POSITIONS and (name in self.curves or len(self.curves) < _MAX_CURVES):
                 self.curves.setdefault(name, Curve()).add(self.tally.position, number)
         if isinstance(event, ev.CheckpointCommitted):
             self._add_checkpoint(

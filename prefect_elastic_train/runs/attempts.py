@@ -173,8 +173,7 @@ def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
             "resume=True to take the run over"
         )
     # If the newest record is torn, the owner is that of an earlier attempt, and the heartbeat decides.
-    is_known = last.record or not last.number
-    if not last.ended and is_alive(run.store, owner if is_known else None):
+    if not last.ended and is_alive(run.store, owner if last.record or not last.number else None):
         location = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner else ""
         raise AttemptFailedError(
             f"run {request.run_name!r} is being trained right now by {holder}{location}; cancel that flow run first, "

@@ -72,7 +72,7 @@ def portable_failure(failure: Any) -> Any:
     chained: BaseException | None = error
     while chained is not None and portable.skipped_step is None:  # another error may follow, such as of a cleanup
         portable.skipped_step = getattr(chained, "skipped_step", None)
-        portable.is_of_node |= getattr(chained, "is_of_node", False)
+        portable.is_of_node |= getattr(chained, "is_of_node", False) is True
         chained = chained.__cause__ or chained.__context__
     cause: TracebackException | None = raised
     while cause:  # an error of a collective is often the cause of another

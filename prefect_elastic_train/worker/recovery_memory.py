@@ -331,8 +331,8 @@ class WorkerMemory:
             raise MemoryError(str(error.cause)) from None
         except (ray.exceptions.RayError, FileNotFoundError, ValueError):
             return None  # there is no keeper yet, or it has just died
-        raylet = f"/proc/{os.environ['RAY_RAYLET_PID']}/exe"  # a zombie has none
-        self._paths = [*filter(os.path.exists, (path, raylet))]
+        # A raylet that is a zombie has no such file.
+        self._paths = [*filter(os.path.exists, (path, f"/proc/{os.environ['RAY_RAYLET_PID']}/exe"))]
         return file
 
     def is_lost(self) -> bool:

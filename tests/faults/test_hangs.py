@@ -53,7 +53,7 @@ def test_a_rank_that_waits_for_a_lock_is_found_and_the_group_is_restarted(
 
 @pytest.mark.full
 def test_slow_evaluations_saves_and_batches_are_no_hang(start: Start, head: RayHead, tmp_path: Path) -> None:
-    """Each takes at least 60 times as long as a step of 0.3 s; that sample is the first of an epoch."""
+    """Each takes at least 60 times as long as a step (0.3 s). The slow sample is the first of an epoch."""
     slow = {"pauses": {"60": 18.0, "90": 18.0}, "slow_save": (5, 60.0), "slow_sample": (801, 20.0)}
     training = SessionTraining(start, tmp_path, sleep=0.3, disturbances=slow, cluster=head.block)
     training.group(2, steps=100)

@@ -68,7 +68,7 @@ def _hang(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
 
 
 def _flip(config: dict[str, Any], where: dict[str, Any], step: int, weights: Any) -> None:
-    """Flip a bit of the first of some weights, where the test wants, once."""
+    """Flip bit 40 of the first weight, once, after the step and on the rank in ``config["flips"]``."""
     mark = Path(f"{config.get('ledger')}.flipped")
     if [step, where["rank"]] == config.get("flips") and not mark.exists():
         mark.touch()
@@ -76,10 +76,10 @@ def _flip(config: dict[str, Any], where: dict[str, Any], step: int, weights: Any
 
 
 class _Slow:
-    """A function or dataset, of which one call or read takes longer."""
+    """Wrapper of a function or dataset whose call or read number ``number`` takes ``seconds`` longer."""
 
-    def __init__(self, what: Any, number: int, seconds: float) -> None:
-        self._what, self._left, self._seconds = what, number, seconds
+    def __init__(self, wrapped: Any, number: int, seconds: float) -> None:
+        self._wrapped, self._left, self._seconds = wrapped, number, seconds
 
     def _wait(self) -> None:
         self._left -= 1
@@ -88,14 +88,14 @@ class _Slow:
 
     def __call__(self, *arguments: Any) -> Any:
         self._wait()
-        return self._what(*arguments)
+        return self._wrapped(*arguments)
 
     def __len__(self) -> int:
-        return len(self._what)
+        return len(self._wrapped)
 
     def __getitem__(self, number: int) -> Any:
         self._wait()
-        return self._what[number]
+        return self._wrapped[number]
 
 
 def torch_loop(config: dict[str, Any]) -> None:
@@ -107,9 +107,9 @@ def torch_loop(config: dict[str, Any]) -> None:
     after it, once); ``dies_within`` (where and from which step on rank 1 dies, see ``inner_deaths``); ``slow`` (file
     while which is there a step takes ``sleep`` seconds longer); ``guard`` (arguments of the guard; default: none);
     ``bad`` (for some steps, the factor of rank 0's loss as text); ``pauses`` (seconds for which the loop sleeps after
-    some steps); ``slow_save`` and ``slow_sample`` (number of a save, and of a sample that a rank reads, and seconds
-    that it takes longer); ``hangs`` (step and rank that waits forever, once); ``replay_every``; ``flips`` (step and
-    rank, a bit of whose weights is flipped after it, once).
+    some steps); ``slow_save`` (number of the save, and its delay in seconds); ``slow_sample`` (number of the sample
+    read by a rank, and its delay in seconds); ``hangs`` (step and rank that waits forever, once); ``replay_every``;
+    ``flips`` (step and rank: after that step, one bit of the rank's weights is flipped, once).
     """
     import torch
     import torch.distributed as dist

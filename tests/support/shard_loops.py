@@ -1,4 +1,4 @@
-"""A loop with shards, whose weights must be the same at any number of workers, and its run in plain processes."""
+"""A training with shards or DDP in plain processes, whose final weights are compared."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def train(config: dict[str, Any]) -> None:
     """Train, and write a hash of the state into the file ``digest`` with the number of the rank.
 
     Config: ``steps``; ``dtype`` (of the weights; "amp": mixed precision with a gradient scaler); ``num_workers`` (of
-    the data loader); ``digest`` (file); ``shards`` (0: DDP with micro batches); ``replay_every``; ``flip`` (for a
-    flipped bit: "weights" after a step, or "gradients" from a step on, without shards each second time; the step, the
-    rank, the parameter and the bit).
+    the data loader); ``digest`` (file); ``shards`` (0: DDP with micro batches); ``replay_every``; ``flip``: kind, step,
+    rank, number of the parameter and bit of an injected bit flip ("weights": once, after the step; "gradients": in each
+    backward pass from the step on, without shards in every second one, so that the replays differ).
     """
     import torch
 
@@ -86,12 +86,12 @@ def train(config: dict[str, Any]) -> None:
     options = {"num_workers": config["num_workers"], "micro_batch": 0 if shards else 4}
     parameters = [*model.parameters()]
     with loop.session(state, steps=config["steps"], global_batch=GLOBAL_BATCH, seed=3, **plan) as session:
-        kind, at, where, number, bit = config["flip"]
-        is_here = where == session.rank
+        kind, step, rank, number, bit = config["flip"]
+        is_here = rank == session.rank
         calls = count()
 
         def hook(values: Any) -> Any:
-            is_flipped = session.done >= at and (shards or next(calls) % 2)
+            is_flipped = session.done >= step and (shards or next(calls) % 2)
             return _flip(values.clone(), bit) if is_flipped else values
 
         if is_here and kind == "gradients":
@@ -109,7 +109,7 @@ def train(config: dict[str, Any]) -> None:
             scaler.update()
             schedule.step()
             session.step({"loss": loss})
-            if is_here and kind == "weights" and session.done == at:
+            if is_here and kind == "weights" and session.done == step:
                 _flip(parameters[number].data, bit)
     Path(f"{config['digest']}.{session.rank}").write_text(digest(model, optimizer))
 
@@ -149,7 +149,7 @@ def digests(world_size: int, **config: Any) -> tuple[set[str], list[tuple[float,
         return {file.read_text() for file in Path(folder).glob("digest.[0-9]")}, sent
 
 
-def wrong_results(world_size: int, **config: Any) -> list[str]:
+def wrong_result_messages(world_size: int, **config: Any) -> list[str]:
     """Train with replays, and return the errors of the ranks with wrong results."""
     with tempfile.TemporaryDirectory() as folder:
         _run(folder, world_size, config)

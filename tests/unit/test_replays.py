@@ -29,13 +29,19 @@ def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(0, 5), (1, 6)], {0, 1}),
         ([(0, 5), (1, 6), (2, 7)], {0, 1, 2}),
         ([(0, 5), (0, 6)], {0}),
-        # Rank 0 computes twice, of two ranks.
+        ([(0, 5), (1, 5), (2, 6), (3, 6)], {0, 1, 2, 3}),
+        # Two ranks; rank 0 computes the batch twice.
         ([(0, 5), (1, 6), (0, 5)], {0, 1}),
         ([(0, 5), (1, 6), (0, 6)], {0}),
     ],
 )
 def test_ranks_with_another_result_than_most_are_wrong(results: list[tuple[int, int]], wrong: set[int]) -> None:
     assert find_wrong_ranks(results) == wrong
+
+
+def test_a_loop_that_leaves_out_the_gradients_of_a_replay_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="a replay has no gradients"):
+        _train(use=lambda *_: None)
 
 
 def _train(
@@ -54,9 +60,10 @@ def _train(
     return seen
 
 
-@pytest.mark.parametrize(("shards", "usual"), [(0, 1), (2, 2)])
-def test_a_step_with_replays_begins_with_two(shards: int, usual: int) -> None:
-    assert _train(shards) == 2 * [True, True, *2 * usual * [False]]
+@pytest.mark.parametrize(("shards", "batches"), [(0, 1), (2, 2)])
+def test_a_step_with_replays_begins_with_two(shards: int, batches: int) -> None:
+    plain_step = batches * [False]
+    assert _train(shards) == 2 * [True, True, *plain_step, *plain_step]
 
 
 def test_a_batch_may_have_several_losses() -> None:
@@ -69,11 +76,11 @@ def test_a_batch_may_have_several_losses() -> None:
 
 def test_results_that_differ_are_an_error_with_step_and_rank() -> None:
     random = np.random.default_rng(0)
-    with pytest.raises(WrongResultError, match=r"^step 0: rank 0 on .* computes other gradients"):
+    with pytest.raises(WrongResultError, match=r"^step 2: the gradients of rank 0 on .* \(ranks: \[0\]\)"):
         _train(use=lambda session, loss: session.backward(loss * random.random()))
 
 
-def test_a_loop_that_does_not_leave_the_replays_out_is_told_so_at_the_first_step() -> None:
+def test_a_loop_that_calls_step_on_a_replay_fails_at_its_first_step() -> None:
     def step_each_time(session: Any, loss: Any) -> None:
         loss.backward()
         session.step()
@@ -94,8 +101,26 @@ def test_a_loop_that_does_not_leave_the_replays_out_is_told_so_at_the_first_step
 def test_what_replays_do_not_support_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _train(**options)
-    with pytest.raises(TypeError, match="a ArrayState supports neither shards nor replay_every"):
+    with pytest.raises(TypeError, match="ArrayState supports neither shards nor replay_every"):
         loop.session(loop.ArrayState(weights=np.zeros(3)), steps=1, global_batch=8, replay_every=1)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "static_graph", "complex128"])
+def test_modules_that_replays_do_not_support_are_refused(kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = torch.nn.Linear(4, 4, dtype=torch.complex128 if kind == "complex128" else None)
+        if kind == "static_graph":
+            model = torch.nn.parallel.DistributedDataParallel(model, static_graph=True)
+        elif kind == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match="replay_every does not support FSDP"):
+            loop.session(loop.TorchState(model=model), steps=1, global_batch=8, replay_every=1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_ranks_with_other_versions_are_not_compared(

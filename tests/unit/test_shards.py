@@ -287,7 +287,7 @@ def _session(part: Any = None, **options: Any) -> loop.Session:
         (lambda: _session(torch.nn.Embedding(3, 1, sparse=True)), "do not support Embedding"),
         (
             lambda: loop.session(loop.ArrayState(weights=0.0), steps=1, global_batch=8, shards=4),
-            "a ArrayState supports neither shards nor replay_every",
+            "ArrayState supports neither shards nor replay_every",
         ),
     ],
 )
