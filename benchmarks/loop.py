@@ -267,9 +267,8 @@ def replays_loop(config: dict[str, Any]) -> None:
     found: list[list[float]] = [[], []]
     state = loop.TorchState(model=model, optimizer=optimizer)
     with loop.session(state, save_every="10000s", replay_every=2, **plan) as session:
-        micro_batch = 0 if config["shards"] else SHARD_BATCH // SHARDS
         began = time.monotonic()
-        for samples, labels in session.batches(data, micro_batch=micro_batch):
+        for samples, labels in session.batches(data, micro_batch=config["micro_batch"]):
             loss = torch.nn.functional.cross_entropy(model(samples), labels)
             session.backward(loss * session.weight)
             if session.is_last_part:
@@ -448,10 +447,15 @@ def measure_replays(repeats: int) -> list[str]:
     """Print the time of steps with replays and without, and return the targets."""
     rows, targets = [], []
     for model in ("convolutions of width 16", "convolutions of width 32", "linear"):
-        for name, shards in {"16 shards": SHARDS, "DDP, 8 micro-batches": 0}.items():
+        for name, plan in {
+            "shards, 8 of each worker": {"shards": SHARDS, "micro_batch": 0},
+            "DDP, 8 micro-batches": {"shards": 0, "micro_batch": SHARD_BATCH // SHARDS},
+            "DDP, 2 micro-batches": {"shards": 0, "micro_batch": SHARD_BATCH // SHARD_WORKERS // 2},
+            "DDP, one batch": {"shards": 0, "micro_batch": 0},
+        }.items():
             found: list[list[float]] = [[], []]
             for _ in range(repeats):
-                rounds = train("replays_loop", model=model, shards=shards, workers=SHARD_WORKERS)
+                rounds = train("replays_loop", model=model, workers=SHARD_WORKERS, **plan)
                 for each, seconds in zip(found, rounds, strict=True):
                     each += [1000 * one for one in seconds]
             rows.append([model, name, *(summary(each, 1) for each in found)])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .shard_gradients import environment
+from .shard_gradients import broadcast, environment
 from .state import random_state, restore_random_state
 
 
@@ -48,20 +48,19 @@ class Replays:
         self._world_size = world_size
         self._shards = shards
         self._wrappers = [each for each in self._modules if isinstance(each, torch.nn.parallel.DistributedDataParallel)]
-        #: True if all ranks must have equal weights. Else these are not compared.
-        self._is_replicated = shards or len(self._wrappers) == len(self._modules)
-        self._checksums: list[int] = []  # of the weights, and of the gradients of each replay
-        if any(isinstance(each, DTensor) or each.itemsize > 8 for each in self._parameters()) or any(
+        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        if any(isinstance(each, DTensor) or each.is_complex() for each in self._parameters) or any(
             wrapper.static_graph for wrapper in self._wrappers
         ):
             raise TypeError(
-                "replay_every does not support FSDP, tensor parallelism, complex128, and DDP's static_graph"
+                "replay_every: FSDP, tensor parallelism, complex weights and static_graph are not supported"
             )
+        #: Modules whose weights are equal on all ranks.
+        self._replicated = self._modules if shards else self._wrappers
+        for wrapper in self._wrappers:  # each rank may have restored its own weights from memory, also wrong ones
+            broadcast(wrapper.parameters())
         environments = self._gather(environment())
-        self.is_supported = environments.count(environments[0]) == len(environments)
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for module in self._modules for parameter in module.parameters()]
+        self.is_supported = environments.count(environments[0]) == world_size
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -77,7 +76,8 @@ class Replays:
             number: Number of the replay in its step, from 1.
         """
         if number == 1:
-            self._checksums = [_checksum(each.detach() for each in self._parameters()) if self._is_replicated else 0]
+            #: Of the weights, and of the gradients of each replay.
+            self._checksums = [_checksum(each.detach() for module in self._replicated for each in module.parameters())]
         elif number == 3 and not self._needs_third:
             return False
         self._buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
@@ -86,11 +86,11 @@ class Replays:
         return True
 
     def _clear_gradients(self, sync: bool) -> None:
-        """Delete all gradients, and turn DDP's all-reduce on or off."""
-        for parameter in self._parameters():
+        """Delete all gradients, and turn DDP's exchange of gradients and buffers on or off."""
+        for parameter in self._parameters:
             parameter.grad = None
         for wrapper in self._wrappers:
-            wrapper.require_backward_grad_sync = sync
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = sync
 
     def end(self, step: int, are_compared: bool) -> None:
         """Undo the effects of a replay. After the second and the third one, compare the checksums of all ranks.
@@ -103,7 +103,7 @@ class Replays:
             RuntimeError: The loop has computed no gradients.
             WrongResultError: The results of this rank differ from those of most ranks, or there is no majority.
         """
-        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not gradients:
             raise RuntimeError("a replay has no gradients: call backward for each batch, also if session.is_replay")
         self._checksums.append(_checksum(gradients))
@@ -112,20 +112,20 @@ class Replays:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+        del self._buffers
         if len(self._checksums) < 3 or not are_compared:
             return
         weights, *replays = zip(*self._gather(self._checksums), strict=True)
         what = "weights"
         wrong = find_wrong_ranks(enumerate(weights))
-        self._needs_third = False
         if not wrong:
             what = "gradients"
             for owner in range(self._world_size):
                 wrong |= find_wrong_ranks(  # the ranks that computed the first batch of the owner
-                    (rank := (owner - bool(self._shards) * number) % self._world_size, results[rank])
+                    (rank := (owner - number if self._shards else owner) % self._world_size, results[rank])
                     for number, results in enumerate(replays)
                 )
-            self._needs_third = self._shards and wrong and len(replays) < 3
+        self._needs_third = self._shards and wrong and len(replays) < 3
         if self._rank in wrong and not self._needs_third:
             raise WrongResultError(
                 f"step {step}: the {what} of rank {self._rank} on {platform.node()} differ from those computed "

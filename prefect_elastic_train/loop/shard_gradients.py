@@ -193,10 +193,7 @@ class ShardGradients:
         first = [environment()]
         if world_size > 1:
             dist.broadcast_object_list(first, 0)
-            for tensor in (*self._tensors("parameters"), *self._tensors("buffers")):
-                values = tensor.detach().contiguous().reshape(-1)
-                dist.broadcast(values.view(torch.uint8), 0)  # bytes, which each backend can send
-                tensor.detach().copy_(values.view(tensor.shape))
+            broadcast((*self._tensors("parameters"), *self._tensors("buffers")))
         self.environments = (environment(), first[0])
 
     def _check(self) -> None:
@@ -352,6 +349,14 @@ class ShardGradients:
         for bucket in self._buffer_buckets:
             for buffer, change in bucket.wait().items():
                 buffer += change
+
+
+def broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Send tensors from rank 0 to the other ranks."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous().reshape(-1)
+        dist.broadcast(values.view(torch.uint8), 0)  # bytes, which each backend can send
+        tensor.detach().copy_(values.view(tensor.shape))
 
 
 def environment() -> dict[str, Any]:
