@@ -270,6 +270,21 @@ def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(c
     assert (failure.retried, failure.reports_lost) == (True, 3)
 
 
+@pytest.mark.parametrize(
+    ("dead", "struck"),
+    [([1], {"n1"}), ([1, 2], {"n1"}), ([0, 1], set()), ([], set())],
+)
+def test_deaths_are_a_strike_against_a_node_unless_workers_on_several_nodes_die(
+    controller: Controller, dead: list[int], struck: set[str]
+) -> None:
+    nodes = ("n0", "n1", "n1")
+    controller.callback._workers = [SimpleNamespace(metadata=SimpleNamespace(node_id=node)) for node in nodes]
+    errors = dict.fromkeys(range(3), ValueError("nan")) | dict.fromkeys(dead, ActorDiedError())
+    for _ in range(3):
+        controller.fail(WorkerGroupError("ranks failed", errors), max_failures=-1)
+    assert {*controller.state.strikes.nodes_to_leave_out()} == struck
+
+
 @pytest.mark.parametrize("permanent_is_first", [True, False])
 def test_a_permanent_fault_of_the_storage_ends_the_training_whatever_the_budget_and_is_told_as_the_reason(
     controller: Controller, permanent_is_first: bool
