@@ -264,7 +264,7 @@ def replays_loop(config: dict[str, Any]) -> None:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     data = (inputs, torch.randint(0, 10, (len(inputs),)))
-    plan = {"steps": 2 * SHARD_STEPS * SHARD_ROUNDS, "global_batch": SHARD_BATCH, "shards": config["shards"]}
+    plan = {"steps": SHARD_STEPS * SHARD_ROUNDS, "global_batch": SHARD_BATCH, "shards": config["shards"]}
     found: list[list[float]] = [[], []]
     state = loop.TorchState(model=model, optimizer=optimizer)
     with loop.session(state, save_every="10000s", replay_every=2, **plan) as session:
@@ -460,6 +460,7 @@ def measure_replays(repeats: int) -> list[str]:
                 for each, seconds in zip(found, rounds, strict=True):
                     each += [1000 * one for one in seconds]
             rows.append([model, name, *(summary(each, 1) for each in found)])
+            print(rows[-1], file=sys.stderr)
             targets.append(ratio_target(f"a step [ms], {model}, {name}", found[1], found[0], limit=2.2))
     print(markdown_table(["model", "loop", "ms a step", "ms a step with replays"], rows))
     return targets
