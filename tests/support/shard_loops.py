@@ -107,6 +107,7 @@ def train(config: dict[str, Any]) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
+            optimizer.zero_grad()
             schedule.step()
             session.step({"loss": loss})
             if is_here and kind == "weights" and session.done == step:
