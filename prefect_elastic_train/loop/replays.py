@@ -76,7 +76,7 @@ class Replays:
             number: Number of the replay in its step, from 1.
         """
         if number == 1:
-            #: Of the weights, and of the gradients of each replay.
+            #: The checksum of the weights, and those of the gradients of each replay.
             self._checksums = [_checksum(each.detach() for module in self._replicated for each in module.parameters())]
         elif number == 3 and not self._needs_third:
             return False
@@ -116,10 +116,10 @@ class Replays:
         if len(self._checksums) < 3 or not are_compared:
             return
         weights, *replays = zip(*self._gather(self._checksums), strict=True)
-        what = "weights"
+        kind = "weights"
         wrong = find_wrong_ranks(enumerate(weights))
         if not wrong:
-            what = "gradients"
+            kind = "gradients"
             for owner in range(self._world_size):
                 wrong |= find_wrong_ranks(  # the ranks that computed the first batch of the owner
                     (rank := (owner - number if self._shards else owner) % self._world_size, results[rank])
@@ -128,7 +128,7 @@ class Replays:
         self._needs_third = self._shards and wrong and len(replays) < 3
         if self._rank in wrong and not self._needs_third:
             raise WrongResultError(
-                f"step {step}: the {what} of rank {self._rank} on {platform.node()} differ from those computed "
+                f"step {step}: the {kind} of rank {self._rank} on {platform.node()} differ from those computed "
                 f"elsewhere or before (ranks: {sorted(wrong)}). Check the node's hardware, and that all kernels are "
                 "deterministic"
             )
