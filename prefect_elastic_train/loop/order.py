@@ -35,9 +35,10 @@ def permute(positions: Indices, length: int, *key: int) -> Indices:
         key: Integers that choose the permutation, such as seed and epoch.
     """
     bits = max(8, (length - 1).bit_length())
-    right = np.uint64(bits // 2)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    low_bits = bits // 2
+    right = np.uint64(low_bits)
+    high_mask = np.uint64(2 ** (bits - low_bits) - 1)
+    low_mask = np.uint64(2**low_bits - 1)
     keys: Any = np.random.SeedSequence([part & (2**64 - 1) for part in key]).generate_state(_ROUNDS, np.uint64)
     indices = np.array(positions, np.uint64)
     outside = np.ones(indices.shape, dtype=bool)

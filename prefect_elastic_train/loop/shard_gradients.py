@@ -200,10 +200,10 @@ class ShardGradients:
         """Raise TypeError if the modules cannot be trained with shards."""
         for name, module in chain(*(module.named_modules() for module in self._modules)):
             if isinstance(module, _UNSUPPORTED) or getattr(module, "sparse", False) is True:
-                kind = type(module).__name__
                 raise TypeError(
-                    f"shards do not support {kind} (module {name!r}): the session sums the gradients itself. Give "
-                    "unwrapped modules (no prepare_model) with dense gradients, and BatchNorm in place of SyncBatchNorm"
+                    f"shards do not support {type(module).__name__} (module {name!r}): the session sums the gradients "
+                    "itself. Give unwrapped modules (no prepare_model) with dense gradients, and BatchNorm in place of "
+                    "SyncBatchNorm"
                 )
         parameters = self._tensors("parameters")
         if len({each.device for each in parameters}) != 1 or any(isinstance(each, DTensor) for each in parameters):

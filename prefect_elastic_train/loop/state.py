@@ -225,7 +225,6 @@ class ArrayState(State):
             name: data.copy().view(dtype).reshape(shape)
             for (name, dtype, shape), data in zip(description, arrays, strict=True)
         }
-        StateMismatchError.check(vars(self), saved, None)
         self._assign(saved)
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
@@ -240,10 +239,10 @@ class ArrayState(State):
         """
         with np.load(Path(directory, "arrays.npz")) as file:
             saved = dict(file)
-        StateMismatchError.check(vars(self), saved, vars(self) if only_these else None)
-        self._assign(saved)
+        self._assign(saved, only_these)
 
-    def _assign(self, saved: Mapping[str, Any]) -> None:
+    def _assign(self, saved: Mapping[str, Any], only_these: bool = False) -> None:
+        StateMismatchError.check(vars(self), saved, vars(self) if only_these else None)
         for name, part in vars(self).items():
             vars(self)[name] = restore_part(part, saved[name])
 

@@ -135,11 +135,7 @@ class TorchState(State):
         DDP: otherwise, ranks wait for each other before that.
         """
         [module, *others] = self._modules.values() or [None]
-        if (
-            others
-            or not isinstance(module, torch.nn.parallel.DistributedDataParallel)
-            or any(True for _ in module.buffers())
-        ):
+        if others or not isinstance(module, torch.nn.parallel.DistributedDataParallel) or [*module.buffers()]:
             return time.monotonic
         first = next(parameter for parameter in module.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: on_gradients())
@@ -272,8 +268,11 @@ class _MemoryReader(dcp.FileSystemReader):  # type: ignore[misc]
         )
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        tensors = [value for value in planner.state_dict.values() if isinstance(value, torch.Tensor)]
-        wanted = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in tensors)
+        wanted = sum(
+            (value.to_local() if isinstance(value, DTensor) else value).numel()
+            for value in planner.state_dict.values()
+            if isinstance(value, torch.Tensor)
+        )
         if sum(math.prod(item.lengths) for item in plan.items if item.type is dcp.planner.LoadItemType.TENSOR) < wanted:
             raise RecoveryPointError(
                 "the sharding has changed since the recovery point: this rank needs shards of others"

@@ -353,8 +353,9 @@ class Session(AbstractContextManager["Session"]):
         self._step_samples = []
         if self._shards and micro_batch:
             raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
-        steps = range(self.done, self.end)
-        sampler = StepBatches(order, steps, *self._share, micro_batch, self._shards, self._replay_every)
+        sampler = StepBatches(
+            order, range(self.done, self.end), *self._share, micro_batch, self._shards, self._replay_every
+        )
         loaded = load(dataset, sampler, loader)
         self.phases.begin("loading")
         for (step, part, parts, is_last, replay), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
@@ -371,18 +372,18 @@ class Session(AbstractContextManager["Session"]):
                     self._close_step()
                 continue
             is_twice = self._replay_every and not (self._shards or part or step % self._replay_every)
-            for number in (1, 2, 0) if is_twice else (replay,):
+            for number in (1, -1) if is_twice else (replay,):
                 if number and not self._replays.begin(number):
                     continue
                 self.samples = samples
-                self.is_last_part = is_last and not number
                 self.is_replay = number > 0
+                self.is_last_part = is_last and not self.is_replay
                 self.weight = order.weight(step, *sampler.share, part, parts)
                 if self._gradients:
                     if not number:
                         self._gradients.begin(part, self.weight)
                     seed_everything(self._seed, step, part)
-                if self.weight and self._is_counted and not number:
+                if self.weight and self._is_counted and not self.is_replay:
                     self._step_samples.append(samples)
                 self.began_at = self.began_at or time.time()
                 self._in_batches = True
@@ -393,7 +394,7 @@ class Session(AbstractContextManager["Session"]):
                 finally:
                     self._in_batches = False
                 if number:
-                    self._replays.end(step, self.done > self.began_from)
+                    self._replays.end(step, step > self.began_from)
                 self._close_step()
                 self.phases.begin("loading")
         self.phases.begin("evaluation")
@@ -533,8 +534,7 @@ class Session(AbstractContextManager["Session"]):
         restart, decision = poll_restart(self._decide, at_end or is_due or self._must_report)
         if decision is None:
             return
-        save, report, done, every, may_hold = decision
-        points.every = every
+        save, report, done, points.every, may_hold = decision
         if done != self.done:
             raise LoopError(
                 f"rank {self.rank} has done {self.done} steps, and rank 0 {done}: all must call "
@@ -634,13 +634,11 @@ class Session(AbstractContextManager["Session"]):
         index_of_rank = self.rank % len(chosen)
         self._state.restore([state[1:] for state in read], index_of_rank)
         _, about, self._is_required, random, self._metrics = read[index_of_rank][0]
-        self.done = about["step"]
-        seed_everything(self._seed, self.done, self._share[0])
+        self._adopt(about)
         if is_same_size:
             restore_random_state(random)
         continued = read if is_same_size else read[self.rank :: self.world_size]
         self._ledger.continue_from(seen for (seen, *_), *_ in continued)
-        self._adopt(about)
 
     def _hold(self, growth: int) -> None:
         """Complete a recovery point, and wait for the growth of the worker group, which continues from it."""
@@ -650,8 +648,13 @@ class Session(AbstractContextManager["Session"]):
         self._report()
 
     def _adopt(self, about: dict[str, Any]) -> None:
-        """Continue from the metadata of a checkpoint or recovery point of this run."""
+        """Continue after the step of a checkpoint or recovery point, with its metadata if it is of this run."""
+        self.done = about["step"]
+        seed_everything(self._seed, self.done, self._share[0])
         self.cadence.blocked, self.cadence.background = about["cost"]
+        if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
+            self._about["began_at"] = self.done
+            return
         self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])
         if run.current is None:  # under plain Ray Train, which does not count failures
             self.cadence.failures = about["failures"] + 1
@@ -677,19 +680,13 @@ class Session(AbstractContextManager["Session"]):
         with checkpoint.as_directory() as directory:
             about = read_about(directory)
             self._state.read(directory)
-            self.done = about["step"]
-            seed_everything(self._seed, self.done, self._share[0])
+            self._adopt(about)
             for rank in range(self.rank, about["world_size"], self.world_size):  # each file is read by one rank
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
-                    self._ledger.continue_from([arrays["total"], *arrays["steps"]])
+                    if self._about is about:  # a checkpoint of this run
+                        self._ledger.continue_from([arrays["total"], *arrays["steps"]])
                     if about["world_size"] == self.world_size:
                         restore_random_state(json.loads(arrays["random"].item()))
-            if about["run"] not in self._run_ids:  # the checkpoint of another run: this run begins here
-                self._about["began_at"] = self.done
-                self.cadence.blocked, self.cadence.background = about["cost"]
-                self._ledger = Ledger()
-                return
-            self._adopt(about)
 
 
 def _is_whole_in_memory(state: type) -> bool:

@@ -43,9 +43,10 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
         case ev.ClusterWanted():
             return Description("starting or joining the Ray cluster")
         case ev.ClusterConnected():
-            cpus = event.resources.get("CPU", 0)
-            gpus = event.resources.get("GPU", 0)
-            return Description(f"connected to the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
+            return Description(
+                f"connected to the Ray cluster at {event.address} "
+                f"({event.resources.get('CPU', 0):g} CPUs, {event.resources.get('GPU', 0):g} GPUs)"
+            )
         case ev.AttemptStarted():
             return Description(f"attempt {event.attempt} starts from {_start(event.checkpoint)}", event.previous_end)
         case ev.WorkerGroupStarted():
@@ -67,8 +68,9 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             )
         case ev.NodesLeftOut():
             reasons = "; ".join(f"{node}: {reason}" for node, reason in event.nodes.items())
-            message = f"the next worker groups leave out {len(event.nodes)} node(s)"
-            return Description(message, reasons, is_warning=bool(reasons))
+            return Description(
+                f"the next worker groups leave out {len(event.nodes)} node(s)", reasons, is_warning=bool(reasons)
+            )
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
         case ev.StallTimeoutLearned():
@@ -92,12 +94,15 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
         case ev.WaitingForCapacity():
             return describe_wait(event)
         case ev.StorageWaited() if event.seconds >= MIN_REPORTED_WAIT_SECONDS:
-            reason = f"{event.tries} requests failed and were retried; last: {event.last}"
-            message = f"the {event.who} waited {event.seconds:.1f} s for the storage"
-            return Description(message, reason, is_warning=True)
+            return Description(
+                f"the {event.who} waited {event.seconds:.1f} s for the storage",
+                f"{event.tries} requests failed and were retried; last: {event.last}",
+                is_warning=True,
+            )
         case ev.CheckpointCommitted():
-            message = f"{_start(event.checkpoint)} is committed ({size(event.size_bytes)})"
-            return Description(message, format_metrics(event.metrics))
+            return Description(
+                f"{_start(event.checkpoint)} is committed ({size(event.size_bytes)})", format_metrics(event.metrics)
+            )
         case ev.AttemptEnded() if event.already_finished:
             return Description("nothing to train", event.message)
     return None
@@ -106,10 +111,10 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
 def describe_wait(event: ev.WaitingForCapacity) -> Description:
     """Return the text of a wait for room in the cluster: how many workers fit, and the lacking resources."""
     seconds = event.at - event.since if event.since else 0.0
-    fitting = f"{event.possible_workers} of at least {event.min_workers} workers fit"
     return Description(
         "waiting for capacity" + (f" for {seconds:.0f} s" if seconds >= 1 else ""),
-        f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more resources'}",
+        f"{event.possible_workers} of at least {event.min_workers} workers fit, with {event.resources_per_worker} "
+        f"each; lacking: {event.missing or 'more resources'}",
         is_warning=True,
     )
 

@@ -60,10 +60,9 @@ def _train(
     return seen
 
 
-@pytest.mark.parametrize(("shards", "batches"), [(0, 1), (2, 2)])
-def test_a_step_with_replays_begins_with_two(shards: int, batches: int) -> None:
-    plain_step = batches * [False]
-    assert _train(shards) == 2 * [True, True, *plain_step, *plain_step]
+@pytest.mark.parametrize(("shards", "plain_step", "replays"), [(0, [False], [True]), (2, 2 * [False], 2 * [True])])
+def test_steps_begin_with_replays(shards: int, plain_step: list[bool], replays: list[bool]) -> None:
+    assert _train(shards) == 2 * [*replays, *plain_step, *plain_step]
 
 
 def test_a_batch_may_have_several_losses() -> None:
@@ -71,7 +70,7 @@ def test_a_batch_may_have_several_losses() -> None:
         session.backward(loss)
         session.backward(torch.ones(1, requires_grad=True).sum())
 
-    assert _train(use=compute) == 2 * [True, True, False, False]
+    assert _train(use=compute) == 2 * [True, False, False]
 
 
 def test_results_that_differ_are_an_error_with_step_and_rank() -> None:
