@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2.0  # to send the last events
 _MAX_LOGGED_ERRORS = 10  # exceptions of this callback that are logged with their traceback
+_MAX_RANKS = 32  # whose use of the hardware is published
 _REPORT_QUERY_SECONDS = 1.0  # for the ranks' reports after a commit; the controller waits meanwhile
 
 #: Seconds without a turn of the control loop after which the state is logged, and after which the controller counts as
@@ -292,6 +293,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             state.publish(ev.CheckpointStalled(seconds=stalled))
         if 0 in reports and reports[0].save_plan:
             state.publish(ev.SavesPlanned(plan=reports[0].save_plan))
+        usage = sorted(
+            ((rank, report.usage) for rank, report in reports.items()), key=lambda each: each[1].memory_bytes
+        )
+        if usage:
+            state.publish(ev.RanksMeasured(usage=dict(usage[-_MAX_RANKS:])))
 
     @_suppress_errors
     def after_controller_finish(self, result: Any) -> None:

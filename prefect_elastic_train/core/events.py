@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
@@ -252,6 +252,26 @@ class ControllerAlive(Event):
     seconds: float
 
 
+class RankUsage(NamedTuple):
+    """Use of the hardware by the process of a rank.
+
+    Attributes:
+        cpu_percent: Share of one CPU core since the commit before, without child processes; may be above 100.
+        memory_bytes: Resident memory.
+        gpu_bytes: Memory of GPUs that torch has reserved.
+    """
+
+    cpu_percent: float
+    memory_bytes: int
+    gpu_bytes: int
+
+
+class RanksMeasured(Event):
+    """Use of the hardware at a commit, by rank: of all ranks, or of those with the most memory."""
+
+    usage: dict[int, RankUsage]
+
+
 class AttemptEnded(Event):
     """The final event of an attempt."""
 
@@ -277,7 +297,7 @@ KINDS: dict[str, type[Event]] = {
 SESSION_EVENTS = (FirstStep, WorkerGroupStarted, GroupFailed, WorkerGroupResized)
 
 #: Events that are dropped when a channel is full.
-DROPPABLE = (ControllerAlive, Reported)
+DROPPABLE = (ControllerAlive, Reported, RanksMeasured)
 
 #: Function that publishes an event.
 Publish = Callable[[Event], None]

@@ -326,6 +326,7 @@ class Attempt:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         signal.signal(signal.SIGTERM, self._handle_termination)  # Ray has replaced the handler
+        self.recorder.start_metrics()
         trainer.fit()
 
     def _complete(self) -> AttemptEnded:

@@ -18,6 +18,7 @@ from prefect_elastic_train.core.causes import format_ranks
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.threads import start_thread
+from prefect_elastic_train.report.measurements import Sample, measure
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
@@ -216,6 +217,16 @@ class EventRecorder:
         self._closed.set()
         if self.history:
             self.history.close()
+
+    def start_metrics(self) -> None:
+        """Start to export metrics of the run through Ray, which must be connected."""
+        from .ray_metrics import export_metrics
+
+        start_thread(export_metrics, self._measure, self._closed)
+
+    def _measure(self) -> list[Sample]:
+        with self._lock:
+            return [*measure(self.report, time.time())]
 
     def write_details(self) -> None:
         """Write the lines that Ray printed into the run directory."""

@@ -24,6 +24,7 @@ from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import RunReport
 
+from .client_metrics import update_metrics
 from .prefect_events import FREQUENT_EVENTS, RunEvent, end_event, translate
 
 #: Seconds between two updates of the artifacts.
@@ -203,6 +204,7 @@ class Publisher:
             self._update_seconds = _IDLE_SECONDS
         self._written_at = time.monotonic()
         now = time.time()
+        update_metrics(report, now)
         summary = summary_line(report, now)
         if report.progress and self._is_due("progress", _PROGRESS_SECONDS):
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)

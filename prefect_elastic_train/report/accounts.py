@@ -45,6 +45,8 @@ class Tally(Counts, ser_json_inf_nan="constants"):
     reports_at_start: int = 0
     interval: float = math.inf  # seconds between the first two reports of a group; infinite: no group had two
     unsplit_commits: list[str] = []  # checkpoints of the worker group before "first" was split
+    checkpoint_bytes: int = 0  # size of all committed checkpoints
+    storage_retries: int = 0
     step: int = 0  # optimizer steps of the session, as far as known
     committed_step: int = 0  # optimizer steps in the newest commit
     uncommitted: float = 0.0  # seconds that were counted as lost since the last worker group trained
@@ -151,6 +153,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
                 self.commits = {name: max(0.0, preserved - seconds) for name, preserved in self.commits.items()}
             case ev.StorageWaited():
                 self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
+                self.storage_retries += event.tries
             case ev.GroupFailed():
                 is_preemption = isinstance(event, ev.WorkersPreempted)
                 self.preemptions += is_preemption
@@ -181,6 +184,7 @@ class Tally(Counts, ser_json_inf_nan="constants"):
             self._split_first()
         if isinstance(event, ev.CheckpointCommitted):
             self.committed_report = self.newest_report
+            self.checkpoint_bytes += event.size_bytes
             later = 0.0
             saved = event.metrics.get("step")
             if isinstance(saved, int) and self.committed_step < saved <= event.step:

@@ -38,6 +38,8 @@ def render(report: RunReport, now: float, picture: str = "") -> str:
         f"The loop saves {escape(report.saves)}." if report.saves else "",
         f"The time limit of a step is {report.stall_timeout}." if report.stall_timeout else "",
         _checkpoints(report),
+        "### Workers" if report.usage else "",
+        _workers(report),
         "### Where",
         _locations(report),
         f"Written {clock(now)} UTC. Times are UTC.",
@@ -58,8 +60,10 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
             yield f"about {duration(left)} left, until {clock(report.last_event_at + left)} UTC"
         for name in PACED:
             if rate := report.rates.get(name):
-                number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-                yield f"{number} {name.replace('_', ' ').rstrip('s')}s a second"
+                size_before, rates_before = report.before
+                before = rates_before.get(name)
+                comparison = f" ({_rate(before)} with {size_before} workers before)" if before else ""
+                yield f"{_rate(rate)} {name.replace('_', ' ').rstrip('s')}s a second{comparison}"
     if metrics := _metrics(report.metrics, POSITIONS if progress else TOTALS | {"samples"}):
         yield metrics
     if report.checkpoints:
@@ -67,15 +71,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    counts = Counter(
-        {
-            "worker failure": tally.worker_failures,
-            "preemption": tally.preemptions,
-            "driver restart": report.driver_restarts,
-            "resize": tally.resizes,
-        }
-    )
-    yield format_counts(+counts) or "no failures"
+    yield format_counts(+Counter(report.restarts)) or "no failures"
     if tally.left and report.is_live:
         yield f"failures left: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
@@ -111,6 +107,18 @@ def _checkpoints(report: RunReport) -> str:
         for checkpoint in reversed(report.checkpoints)
     ]
     return "\n".join(lines) or "None yet."
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _workers(report: RunReport) -> str:
+    rows = [
+        (str(rank), f"{usage.cpu_percent:.0f} %", size(usage.memory_bytes), size(usage.gpu_bytes))
+        for rank, usage in sorted(report.usage.items())
+    ]
+    return table(["rank", "CPU", "memory", "GPU memory"], rows) if rows else ""
 
 
 def _locations(report: RunReport) -> str:

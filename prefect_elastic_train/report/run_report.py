@@ -143,6 +143,9 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     #: Time and numbers of the first report since the last restart.
     paced_from: tuple[float, dict[str, float]] | None = None
     rates: dict[str, float] = {}  # growth per second since ``paced_from`` of the numbers that grew, and of "progress"
+    #: Number of workers and ``rates`` of the worker group before, if it had another size.
+    before: tuple[int, dict[str, float]] = (0, {})
+    usage: dict[int, ev.RankUsage] = {}
     saves: str = ""  # interval between checkpoints and its reason
     stall_timeout: str = ""  # that of a step, and its reason
     details: str = ""  # location of the tracebacks and stacks of the last failure
@@ -191,12 +194,17 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                     self._describe(event, "capacity")
                 self._set_state("waiting for capacity", describe_wait(event).reason)
             case ev.WorkerGroupStarted():
+                size = next((size for _, size in reversed(self.world_sizes) if size), 0)
+                if self.rates and size != event.world_size:
+                    self.before = (size, self.rates)
                 self.paced_from = None
                 self.rates = {}
                 self._set_state("training")
                 self._set_world(event.world_size)
             case ev.Report():
                 self._add_report(event)
+            case ev.RanksMeasured():
+                self.usage = event.usage
             case ev.SavesPlanned():
                 self.saves = event.plan[:_MAX_TEXT]
             case ev.StallTimeoutLearned():
@@ -235,6 +243,16 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     def is_live(self) -> bool:
         """True until the training has ended, or another process or its Ray job continues it."""
         return self.state not in ("completed", "continues as a job", "taken over", *_OUTCOMES)
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Number of restarts by their cause."""
+        return {
+            "worker failure": self.tally.worker_failures,
+            "preemption": self.tally.preemptions,
+            "driver restart": self.driver_restarts,
+            "resize": self.tally.resizes,
+        }
 
     @property
     def best(self) -> Checkpoint | None:

@@ -12,6 +12,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import psutil
+
+from prefect_elastic_train.core.events import RankUsage
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS, Cadence
 from prefect_elastic_train.loop.restart_notice import train_context
 from prefect_elastic_train.storage.retries import Waits, collect_waits
@@ -34,6 +37,8 @@ class LoopState:
     opened: bool = False  # True once it has read the checkpoint that it may resume from
     stalled: float = 0.0  # seconds for which it waited for its own checkpoints, since the last commit
     interval: float = 0.0  # interval of its saves when it was last published
+    measured_at: float = 0.0  # time of the last measurement of its CPU time
+    cpu_seconds: float = 0.0  # CPU time of the process until then
 
 
 #: The state of this process: Ray starts a worker for one loop.
@@ -66,6 +71,7 @@ class CommitReport(NamedTuple):
     waits: Waits  # for the storage, since the last commit
     stalled: float  # seconds for which the loop waited for its own checkpoints, since the last commit
     save_plan: str  # interval of the session's saves, as text; empty if unchanged
+    usage: RankUsage
 
 
 def track_checkpoint_reads(context: Any) -> None:
@@ -96,7 +102,18 @@ def collect_commit_report(step: int) -> CommitReport:
         save_plan = _take_changed_save_plan(session.cadence)
     stalled = state.stalled
     state.stalled = 0.0
-    return CommitReport(collect_waits(), stalled, save_plan)
+    return CommitReport(collect_waits(), stalled, save_plan, _measure_usage())
+
+
+def _measure_usage() -> RankUsage:
+    now = time.monotonic()
+    cpu_seconds = time.process_time()
+    cpu = (cpu_seconds - state.cpu_seconds) / max(now - state.measured_at, 1e-3) if state.measured_at else 0.0
+    state.measured_at = now
+    state.cpu_seconds = cpu_seconds
+    torch = sys.modules.get("torch")
+    gpu_bytes = torch.cuda.memory_reserved() if torch and torch.cuda.is_initialized() else 0
+    return RankUsage(round(100 * cpu, 1), psutil.Process().memory_info().rss, gpu_bytes)
 
 
 def session_position() -> Position | None:

@@ -174,15 +174,17 @@ def test_a_rank_that_is_gone_does_not_keep_from_telling_what_the_others_have_wai
     def get(worker: Worker, timeout: float) -> Any:
         return worker.answer() if callable(worker.answer) else worker.answer
 
-    waits = CommitReport(Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5, "every 90 s")
+    usage = ev.RankUsage(cpu_percent=90.0, memory_bytes=2**30, gpu_bytes=0)
+    waits = CommitReport(Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5, "every 90 s", usage)
     monkeypatch.setattr(worker_queries.ray, "wait", lambda asked, **_: ([one for one in asked if one.answer], []))
     monkeypatch.setattr(worker_queries.ray, "get", get)
     controller.callback._workers = [Worker(waits), Worker(lambda: 1 / 0), Worker(None)]
     controller.report(checkpoint="ckpt-1")
-    committed, waited, stalled, planned = controller.heard()
+    committed, waited, stalled, planned, measured = controller.heard()
     assert (committed.kind, waited.kind, waited.tries) == ("checkpoint_committed", "storage_waited", 3)
     assert (stalled.kind, stalled.seconds) == ("checkpoint_stalled", 2.5)
     assert (planned.kind, planned.plan) == ("saves_planned", "every 90 s")
+    assert (measured.kind, measured.usage) == ("ranks_measured", {0: usage})
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
@@ -458,5 +460,7 @@ def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_other
     assert "An upload takes more than 0.05 s" in caplog.text
     with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
-    assert 0.07 <= collect_commit_report(0).stalled < 0.2
+    report = collect_commit_report(0)
+    assert 0.07 <= report.stalled < 0.2
+    assert report.usage.memory_bytes > 2**20
     assert collect_commit_report(0).stalled == 0

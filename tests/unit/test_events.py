@@ -27,6 +27,7 @@ VALUES = {
     dict[str, Any]: {"loss": 0.5, "text": "x", "none": None},
     dict[str, Any] | None: {"curves": {}},
     dict[str, str]: {"node": "crashed"},
+    dict[int, ev.RankUsage]: {0: ev.RankUsage(90.0, 2**30, 1)},
     Literal["checkpoint-ignored", "no-checkpoint", "ranks-wait", "no-report"]: "ranks-wait",
 }
 EVENTS = [

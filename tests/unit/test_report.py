@@ -18,6 +18,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.report.descriptions import describe
 from prefect_elastic_train.report.formats import duration, format_metrics
 from prefect_elastic_train.report.markdown import headline, render, summary_line
+from prefect_elastic_train.report.measurements import METRICS, measure
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
 from tests.unit.support import examples
@@ -220,6 +221,40 @@ def test_pace_and_remaining_time_are_those_since_the_last_restart() -> None:
     assert "about 1.2 min left, until 1970-01-01 00:03:10 UTC · 0.5 iterations a second" in summary_line(report, 130)
 
 
+def test_the_pace_is_compared_with_that_of_another_number_of_workers() -> None:
+    def paced(at: int, per_second: int) -> list[ev.Event]:
+        return [reported(at + 10 * n, step=1000 * at + 10 * per_second * n) for n in range(2)]
+
+    events = [started(), group(20, 4), *paced(30, 8), failed(50), group(60, 2), *paced(70, 5)]
+    assert "5 steps a second (8 with 4 workers before)" in summary_line(report_of(*events), 80)
+    again = [*events, failed(90), group(95, 2), *paced(100, 6)]
+    assert "6 steps a second (8 with 4 workers before)" in summary_line(report_of(*again), 120)
+
+
+def test_the_use_of_the_hardware_is_shown_by_rank() -> None:
+    usage = {10: ev.RankUsage(203.4, 3 * 2**30, 0), 2: ev.RankUsage(90.0, 2**30, 2**31)}
+    text = render(report_of(started(), group(), ev.RanksMeasured(at=30, usage=usage)), 40)
+    assert "| 2 | 90 % | 1.0 GiB | 2.0 GiB |\n| 10 | 203 % | 3.0 GiB | 0 Bytes |" in text
+
+
+def test_the_metrics_for_prometheus_are_those_of_the_report() -> None:
+    report = report_of(
+        started(),
+        group(),
+        reported(30, step=5, total_steps=40),
+        committed(40, step=15, total_steps=40),
+        WAITED,
+        failed(70),
+    )
+    samples = {(sample.name, *list(sample.labels.values())[1:]): sample.value for sample in measure(report, 80)}
+    assert {name for name, *_ in samples} == METRICS.keys()
+    assert samples["restarts", "worker_failure"] == 1
+    assert samples["wall_time_seconds", "restart"] == 10
+    assert (samples["checkpoint_timestamp_seconds",], samples["checkpoint_written_bytes",]) == (40, 3 * 2**20)
+    assert (samples["progress_ratio",], samples["storage_retries",]) == (15 / 40, 7)
+    assert samples["workers",] == samples["steps_per_second",] == 0, "no worker group runs"
+
+
 def test_a_later_supervisor_takes_over_the_report_and_keeps_its_own_settings() -> None:
     before = report_of(started(), group(), committed(30, loss=1), failed(40), score_attribute="x")
     before.run_name = "other"
@@ -405,6 +440,7 @@ def _is_whole(text: str) -> None:
         assert len(cells) == 1, table
     assert len(text.encode(errors="replace")) < 300_000
     headings = [line for line in text.splitlines() if line.startswith("#")]
+    headings = [heading for heading in headings if heading != "### Workers"]
     assert headings[1:] == ["### What happened", "### Where the time went", "### Checkpoints", "### Where"]
     assert "<script" not in re.sub(r"`[^`\n]*`", "", text).replace("\\<", "")
     assert "\x1b" not in text
@@ -465,4 +501,4 @@ def test_a_report_never_fails_whatever_happens(events: list[ev.Event], order: st
 def test_each_kind_of_event_is_described_or_is_not_for_users() -> None:
     described = {event.kind for event in EVENTS if describe(event)}
     silent = {"controller_alive", "checkpoint_stalled", "first_step", "reported", "run_recalled", "state_changed"}
-    assert described == {event.kind for event in EVENTS} - silent
+    assert described == {event.kind for event in EVENTS} - silent - {"ranks_measured"}
