@@ -27,6 +27,7 @@ COMMANDS = {
     "resume": "Resume a flow run whose machine was lost, and which Prefect still shows as running.",
     "doctor": "Check everything that a training needs, and print what to do about problems.",
     "runs": "List, check and clean up the runs of a storage.",
+    "kubernetes": "Manifests of a Ray cluster on Kubernetes, and of the flow runs that use it.",
     "automations": "Automations that resume dead flow runs, start evaluations and send alerts.",
 }
 
@@ -36,7 +37,7 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments of the command that is used."""
-        from . import doctor, flow_runs, rehearsing, running, runs
+        from . import doctor, flow_runs, kubernetes, rehearsing, running, runs
 
         commands = typer.Typer()
         commands.command("run")(running.run_training)
@@ -44,6 +45,7 @@ class _LazyGroup(TyperGroup):
         commands.command("resume")(flow_runs.resume_flow_run)
         commands.command("doctor")(doctor.examine)
         commands.add_typer(runs.app, name="runs", help=COMMANDS["runs"])
+        commands.add_typer(kubernetes.app, name="kubernetes", help=COMMANDS["kubernetes"])
         commands.add_typer(flow_runs.app, name="automations", help=COMMANDS["automations"])
         self.commands = typer.main.get_group(commands).commands
         return super().resolve_command(ctx, args)

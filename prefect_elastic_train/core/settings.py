@@ -168,6 +168,11 @@ def _check_tpu(scaling: ScalingSettings) -> None:
         )
 
 
+#: Limit of the delay before a driver restart, unless the first delay is longer, and its factor at most.
+MAX_RESTART_DELAY_SECONDS = 300.0
+RESTART_JITTER = 1.2
+
+
 class FailureSettings(SettingsModel):
     """Failures and preemptions that a training survives. See :class:`FailureBudget`."""
 
@@ -235,6 +240,32 @@ def _address(value: str) -> str:
             f"'http(s)://host:8265' (a dashboard, without credentials in the URL), got {without_credentials(value)!r}"
         )
     return value.rstrip("/")
+
+
+_Quantity = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?([kMGT]i?)?$")]
+
+
+class KubeRaySettings(SettingsModel):
+    """The pods of a Ray cluster on Kubernetes. See :class:`RayCluster`."""
+
+    image: Annotated[str, StringConstraints(pattern=r'^[^\s"$]+$')]
+    """Container image of head, workers and flow runs, with this package and what the train loop imports."""
+    namespace: Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")] = "default"
+    """Namespace of all objects."""
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,35}[a-z0-9])?$")] = "training"
+    """Name of the cluster and of the work pool, and the beginning of other names."""
+    spot: Literal["", "gke", "karpenter", "eks", "aks"] = ""
+    """Whose spot nodes the workers run on. Empty: any node."""
+    node_selector: Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)] = {}
+    """Labels that a worker's Kubernetes node must have, such as {"cloud.google.com/gke-accelerator": "nvidia-l4"}."""
+    cpu: int = Field(0, ge=0, title="CPUs")
+    """CPUs of a worker's pod. 0: those that its workers reserve."""
+    memory: _Quantity = "8Gi"
+    """Memory of a worker's pod."""
+    head_cpu: _Quantity = Field("2", title="Head CPUs")
+    """CPUs of the head's pod, where drivers run."""
+    head_memory: _Quantity = "8Gi"
+    """Memory of the head's pod."""
 
 
 # A validation error must not show its input: it may be the token, also under a misspelt name.

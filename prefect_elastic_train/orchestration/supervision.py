@@ -32,6 +32,7 @@ from prefect_elastic_train.core.outcomes import (
     TrainingTimeoutError,
 )
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
+from prefect_elastic_train.core.settings import MAX_RESTART_DELAY_SECONDS, RESTART_JITTER
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
 from prefect_elastic_train.core.version import untested_ray
 from prefect_elastic_train.driver.termination_signals import count_signals
@@ -58,7 +59,6 @@ from .training_result import TrainingResult
 
 #: Time limit for the signal of a runner whose flow run is cancelling.
 _SIGNAL_SECONDS = RUNNER_GRACE_SECONDS + 10
-_MAX_DELAY_SECONDS = 300.0
 
 
 class Stop(BaseException):
@@ -327,7 +327,7 @@ class Training(Follower):
         """
         if self._idle_attempts:
             delay = restart_delay(self._idle_attempts, self.blocks.failures.driver_restart_delay_seconds)
-            seconds = delay * random.uniform(1.0, 1.2)
+            seconds = delay * random.uniform(1.0, RESTART_JITTER)
             self._log.note(f"The next driver starts in {seconds:.0f} s")
             self._processes.wait(seconds)
         try:
@@ -499,7 +499,7 @@ def restart_delay(restart: int, first_delay_seconds: float) -> float:
     ``restart`` is the number of attempts in a row without a commit. Each doubles the delay, up to 300 s or to the first
     delay if that is longer.
     """
-    return min(max(_MAX_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))
+    return min(max(MAX_RESTART_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))
 
 
 def attempt_error(run_name: str, ended: AttemptEnded) -> AttemptFailedError:

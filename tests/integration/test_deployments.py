@@ -16,6 +16,8 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_elastic_train import LocalStorage, RayCluster
+from prefect_elastic_train.core.settings import FailureSettings, KubeRaySettings, ScalingSettings
+from prefect_elastic_train.kubernetes.manifests import render
 from tests.support.deployments import Program, deployment_id, end_of, project_served, runs_of
 from tests.support.processes import ROOT, call
 
@@ -66,7 +68,6 @@ PROFILE_VARIABLES = {
     "ELASTIC_TRAIN_SPOT_GPU_TOKEN": SECRET,
     "ELASTIC_TRAIN_TPU_V6E_ADDRESS": "10.0.0.5:6379",
     "ELASTIC_TRAIN_S3_BUCKET_PATH": "bucket/runs",
-    "ELASTIC_TRAIN_IMAGE": "registry.example.com/trainings:1",
 }
 DEPLOYED = {
     *(f"{flow}/laptop" for flow in ("digits", "digits-jax", "evaluate", "pipeline", "pipeline-in-one", "prepare")),
@@ -88,14 +89,15 @@ def test_all_of_prefect_yaml_is_deployed_refers_to_blocks_and_checks_parameters(
 ) -> None:
     """`prefect.yaml` and its Kubernetes variant, from a clone: work pools, blocks, deployments."""
     environment = {**os.environ, **PROFILE_VARIABLES, "PREFECT_API_URL": api_url, "ELASTIC_TRAIN_RUNS": str(tmp_path)}
-    template = json.loads((ROOT / "kubernetes" / "base-job-template.json").read_text())
-    pools = {"elastic-train": {"type": "process"}, "elastic-train-kubernetes": {"type": "kubernetes"}}
-    pools["elastic-train-kubernetes"]["base_job_template"] = template
+    kuberay = KubeRaySettings(image="registry.example.com/trainings:1")
+    template = json.loads(render(ScalingSettings(), FailureSettings(), kuberay)["work-pool.json"])
+    pools: dict[str, dict[str, Any]] = {"elastic-train": {"type": "process"}, "training": {"type": "kubernetes"}}
+    pools["training"]["base_job_template"] = template
     with httpx.Client(base_url=api_url) as http:
         for name, pool in pools.items():
             http.post("/work_pools/", json={"name": name, **pool}).raise_for_status()
         deploy = ("prefect", "--no-prompt", "deploy", "--all")
-        for command in (("blocks.apply",), deploy, (*deploy, "--prefect-file", "kubernetes/prefect.yaml")):
+        for command in (("blocks.apply",), deploy, (*deploy, "--prefect-file", "prefect-kubernetes.yaml")):
             assert SECRET not in call(sys.executable, "-m", *command, env=environment)
         those = {"work_pools": {"name": {"any_": list(pools)}}}
         found = DeploymentResponse.model_validate_list(http.post("/deployments/filter", json=those).json())
