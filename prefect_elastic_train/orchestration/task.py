@@ -15,12 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from prefect import task
+from prefect import task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort
-from prefect.futures import PrefectFuture
+from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.logging import get_run_logger
+from prefect.utilities.callables import expand_mapping_parameters
+from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
@@ -73,7 +75,7 @@ class _ElasticTrain:
 
     Returns:
         The result of the training. ``submit`` takes the same arguments, starts the training in the flow's task runner,
-        and returns a future.
+        and returns a future. ``map`` starts several.
 
     Raises:
         ConfigurationError: The training cannot start as configured; nothing was started.
@@ -97,15 +99,45 @@ class _ElasticTrain:
 
         Takes the same arguments as :data:`elastic_train`.
         """
-        training = make_training(train_loop, **options)
-        training.submitted = True
-        watch_signals()
-        future: PrefectFuture[TrainingResult] = _task(training).submit(training)
-        future.add_done_callback(lambda _: training.close())
-        return future
+        return _submit(make_training(train_loop, **options))
+
+    def map(self, train_loop: Any, **options: Any) -> PrefectFutureList[TrainingResult]:
+        """Start a training for each element of the iterable arguments, and return a list of futures.
+
+        Takes the same arguments as :data:`elastic_train`, and maps over them as Prefect's tasks do: lists and other
+        iterables must have one length, and ``unmapped`` of Prefect keeps one whole. Texts, dicts and blocks are the
+        same in all trainings. A single ``run_name`` gets a number in each: ``sweep-1``, ``sweep-2`` and so on.
+
+        Raises:
+            MappingLengthMismatch: The iterables differ in length.
+            MappingMissingIterable: No argument is an iterable.
+            ConfigurationError: A training cannot start as configured; none was started.
+        """
+        values = {"train_loop": train_loop, **options}
+        for name, value in values.items():
+            if isinstance(value, PrefectFuture):
+                values[name] = value.result()
+            elif isinstance(value, dict | BaseModel):
+                values[name] = unmapped(value)
+        calls = expand_mapping_parameters(self.submit, values)
+        trainings = []
+        for number, call in enumerate(calls, start=1):
+            named = call["options"]
+            if isinstance(options.get("run_name"), str):
+                named["run_name"] += f"-{number}"
+            trainings.append(make_training(call["train_loop"], **named))
+        return PrefectFutureList(map(_submit, trainings))  # type: ignore[abstract]
 
 
 elastic_train = _ElasticTrain()
+
+
+def _submit(training: Training) -> PrefectFuture[TrainingResult]:
+    training.submitted = True
+    watch_signals()
+    future: PrefectFuture[TrainingResult] = _task(training).submit(training)
+    future.add_done_callback(lambda _: training.close())
+    return future
 
 
 async def aelastic_train(train_loop: TrainLoop, **options: Unpack[TrainOptions]) -> TrainingResult:

@@ -111,10 +111,11 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
 def describe_wait(event: ev.WaitingForCapacity) -> Description:
     """Return the text of a wait for room in the cluster: how many workers fit, and the lacking resources."""
     seconds = event.at - event.since if event.since else 0.0
+    fitting = f"{event.possible_workers} of at least {event.min_workers} workers fit"
+    lacking = f"{fitting}, with {event.resources_per_worker} each; lacking: {event.missing or 'more resources'}"
     return Description(
         "waiting for capacity" + (f" for {seconds:.0f} s" if seconds >= 1 else ""),
-        f"{event.possible_workers} of at least {event.min_workers} workers fit, with {event.resources_per_worker} "
-        f"each; lacking: {event.missing or 'more resources'}",
+        lacking if event.resources_per_worker else event.missing,  # none: the machine has no room for a local cluster
         is_warning=True,
     )
 

@@ -1,10 +1,13 @@
-"""Claims of local clusters on the GPUs of their machine, so that a GPU is used by one cluster at a time.
+"""Claims of local clusters on the GPUs and CPUs of their machine, so that trainings wait for room.
 
-A claim is an abstract Unix socket whose name contains the GPU and the claiming training. The kernel lists all names in
+A GPU is used by one cluster at a time. CPUs are counted, among the processes that may use the same set of CPUs.
+
+A claim is an abstract Unix socket whose name contains the GPU, or the number of CPUs, and the claiming training. The
+kernel lists all names in
 ``/proc/net/unix``, for all users of the machine, and removes a name when the last process that holds the socket has
 exited, however it ended. There is no file that could be left behind, deleted or unreadable. The flow process and the
 head of the cluster hold the sockets. Containers with their own network do not see each other's claims. Processes
-other than local clusters of this package make no claims, so GPUs that they use count as free.
+other than local clusters of this package make no claims, so GPUs and CPUs that they use count as free.
 """
 
 import errno
@@ -14,6 +17,7 @@ import re
 import secrets
 import socket
 import subprocess
+import zlib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,33 +27,42 @@ from prefect_elastic_train.core.request import DriverSpec
 
 #: After a random part: UUID of the GPU, process id of the flow, and run name.
 _CLAIM = re.compile("@elastic-train [0-9a-f]+ gpu (.+?) ([0-9]+) (.*)")
+#: The same with checksums of the set of CPUs and of the run name, and the number of CPUs.
+_CPU_CLAIM = re.compile("@elastic-train [0-9a-f]+ cpus ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*)")
 _SMI_SECONDS = 20.0
 
 
 class DeviceClaims:
-    """The GPU claims of one training's local clusters, kept until :meth:`release`.
+    """The claims of one training's local clusters, kept until :meth:`release`.
 
     Attributes:
         sockets: The socket of each claimed GPU, by the GPU's name in CUDA_VISIBLE_DEVICES. Empty if the GPUs of the
             machine are unknown.
+        cpu_sockets: The socket of the claim on CPUs, if there is one.
+        num_cpus: The number of CPUs that the local cluster is limited to; 0: all of the machine, since its workers
+            cannot use more than are claimed.
+        warning: Text for the user if local clusters may use more CPUs than the machine has, else empty.
     """
 
     def __init__(self) -> None:
         self.sockets: dict[str, socket.socket] = {}
+        self.cpu_sockets: list[socket.socket] = []
+        self.num_cpus = 0
+        self.warning = ""
         os.register_at_fork(after_in_child=self.release)  # a forked process must not keep the claims
 
     def claim(self, spec: DriverSpec) -> str:
-        """Claim the GPUs that a training's local cluster needs, unless they are claimed already.
+        """Claim the GPUs and CPUs that a training's local cluster needs, all or none, unless they are claimed already.
 
-        Returns the reason why the local cluster must wait for GPUs, or an empty text if it need not.
+        Returns the reason why the local cluster must wait for them, or an empty text if it need not.
 
         Raises:
             AttemptFailedError: The local cluster needs more GPUs than this process may use.
         """
         least, most = _needed_gpus(spec)
-        if self.sockets or not least:
+        if self.sockets or self.cpu_sockets or not (least or _needed_cpus(spec)[1]):
             return ""
-        gpus = visible_gpus()
+        gpus = visible_gpus() if least else {}
         if gpus and least > len(gpus):
             raise AttemptFailedError(
                 f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: "
@@ -57,25 +70,55 @@ class DeviceClaims:
             )
         try:
             with _bind("lock"):  # one process at a time reads the claims and makes its own
-                claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
+                names = Path("/proc/net/unix").read_text(errors="replace")
+                claims = _CLAIM.findall(names)
                 users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
                 free = [name for name, uuid in gpus.items() if uuid not in users]
                 if gpus and len(free) < least:
                     used = "; ".join(f"GPU {name} is used by {users[gpus[name]]}" for name in gpus if name not in free)
                     return f"{used}; the local cluster waits for GPUs: {least}"
+                if reason := self._claim_cpus(spec, names):
+                    return reason
                 self.sockets = {
                     name: _bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {os.getpid()} {spec.request.run_name}")
                     for name in free[:most]
                 }
         except OSError as error:  # without abstract sockets nothing is claimed
-            return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
+            return "another local cluster makes its claims" if error.errno == errno.EADDRINUSE else ""
+        return ""
+
+    def _claim_cpus(self, spec: DriverSpec, names: str) -> str:
+        """Claim CPUs beside the claims in ``names``. Return the reason why the cluster must wait, or an empty text."""
+        least, most = _needed_cpus(spec)
+        run_name = spec.request.run_name
+        cpu_set = str(zlib.crc32(repr(os.sched_getaffinity(0)).encode()))
+        claimant = str(zlib.crc32(run_name.encode()))
+        # A training does not wait for an earlier process of the same run, which it may have to end.
+        others = [
+            (int(count), f"training {run!r} (pid {pid}) has {count}")
+            for cpus, other, count, pid, run in _CPU_CLAIM.findall(names)
+            if cpus == cpu_set and other != claimant
+        ]
+        total = usable_cpus()
+        free = max(0, total - sum(count for count, _ in others))
+        used = f"this machine has {total} CPUs" + "".join(f"; {text}" for _, text in others)
+        if free < least:
+            return f"{used}; the local cluster waits for CPUs: {least}"
+        count = most if spec.cluster.num_cpus else min(most, free)
+        if count > free:
+            self.warning = f"This machine is oversubscribed, so trainings are slow: {used}; this one has {count}"
+        if count:
+            name = f"{secrets.token_hex(3)} cpus {cpu_set} {claimant} {count} {os.getpid()} {run_name}"
+            self.cpu_sockets = [_bind(name)]
+        self.num_cpus = count if count < most else 0
         return ""
 
     def release(self) -> None:
-        """Release all GPU claims of the training."""
-        for claim in self.sockets.values():
+        """Release all claims of the training."""
+        for claim in [*self.sockets.values(), *self.cpu_sockets]:
             claim.close()
         self.sockets = {}
+        self.cpu_sockets = []
 
 
 def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:
@@ -87,6 +130,31 @@ def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:
     # The tasks of datasets use an unknown number of GPUs.
     most = math.ceil(each * scaling.max_workers) if spec.is_alone else None
     return math.ceil(each * scaling.min_workers), most
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use, with the limit of its container."""
+    cpus = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # there is no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cpus = min(cpus, math.ceil(int(quota) / int(period)))
+    return cpus
+
+
+def _needed_cpus(spec: DriverSpec) -> tuple[int, int]:
+    """Return the minimum and maximum number of CPUs of a training's workers.
+
+    The minimum is 0 if the cluster has a number of CPUs: such a cluster does not wait for CPUs.
+    """
+    scaling = spec.scaling
+    default = not scaling.resources_per_worker and scaling.accelerator == "cpu"
+    each = scaling.resources_per_worker.get("CPU", float(default))
+    # Tasks of datasets use any number of CPUs.
+    most = math.ceil(each * scaling.max_workers) if spec.is_alone else math.inf
+    if given := spec.cluster.num_cpus:
+        return 0, int(min(most, given))
+    total = usable_cpus()
+    return min(math.ceil(each * scaling.min_workers), total), int(min(most, total))
 
 
 def _bind(name: str) -> socket.socket:

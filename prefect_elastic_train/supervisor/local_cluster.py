@@ -1,6 +1,5 @@
 """The local Ray cluster of a training: a head node on the machine of the flow process, and its fork server."""
 
-import os
 import re
 import secrets
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, PRINT_PATCH, DriverSpec
 
-from .devices import DeviceClaims
+from .devices import DeviceClaims, usable_cpus
 from .follower import Follower
 from .processes import ChildProcess, start_process
 from .raylet_patches import unused_ports
@@ -43,7 +42,7 @@ class LocalCluster:
         _spec: The spec of the first attempt.
         _folder: The training's private folder. Its path must be short, since Ray makes sockets in it.
         _environment: The environment of the training's processes.
-        _claims: The training's claims on GPUs.
+        _claims: The training's claims on GPUs and CPUs.
 
     Attributes:
         address: ``host:port`` of the head. Nothing listens there before the head is up.
@@ -100,7 +99,7 @@ class LocalCluster:
         shutil.rmtree(self._folder / "r0", ignore_errors=True)
         with self._head_log.open("wb") as log:
             start = partial(start_process, environment=self._environment, stdin=subprocess.DEVNULL, cwd=self._folder)
-            claims = [claim.fileno() for claim in self._claims.sockets.values()]
+            claims = [claim.fileno() for claim in [*self._claims.sockets.values(), *self._claims.cpu_sockets]]
             self._head = start(self._command(), output=log, pass_fds=claims)
             if self._spec.can_fork:
                 Path(self._variables[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
@@ -135,10 +134,10 @@ class LocalCluster:
             f"--port={self.address.rpartition(':')[2]}",
             f"--temp-dir={self._folder / 'r0'}",
         ]
-        # Without a number Ray counts the CPUs itself, and observes the limits of a container.
-        num_cpus = self._spec.cluster.num_cpus
+        # Without a number Ray counts the CPUs itself.
+        num_cpus = self._spec.cluster.num_cpus or self._claims.num_cpus
         if extra_cpus := self._spec.request.extra_cpus:
-            num_cpus = (num_cpus or len(os.sched_getaffinity(0))) + extra_cpus
+            num_cpus = (num_cpus or usable_cpus()) + extra_cpus
         if num_cpus:
             command.append(f"--num-cpus={num_cpus}")
         num_gpus = len(self._claims.sockets) or self._spec.cluster.num_gpus

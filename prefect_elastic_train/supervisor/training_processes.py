@@ -18,7 +18,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.events import AttemptEnded, WaitingForCapacity
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import (
@@ -64,7 +64,7 @@ class TrainingProcesses:
     def __init__(self, settings: ElasticTrainSettings, follower: Follower) -> None:
         self.settings = settings
         self.follower = follower
-        #: Kept when a cluster dies, so that the next one gets the same GPUs.
+        #: Kept when a cluster dies, so that the next one gets the same GPUs and CPUs.
         self._claims = DeviceClaims()
         self._starter = DriverStarter()
 
@@ -74,8 +74,8 @@ class TrainingProcesses:
         If the driver sent no final event, the returned event describes its loss.
 
         Raises:
-            AttemptFailedError: The cluster cannot be reached, or the GPUs of a local one are not free within
-                ``capacity_timeout_seconds``.
+            AttemptFailedError: The cluster cannot be reached, or the GPUs and CPUs of a local one are not free
+                within ``capacity_timeout_seconds``.
         """
         folder, environment = self._prepare()
         if spec.cluster.address != "auto":
@@ -173,23 +173,25 @@ class TrainingProcesses:
         return self._cluster
 
     def _claim_devices(self, spec: DriverSpec) -> None:
-        """Claim the GPUs of the training's local cluster. Waits until enough are free.
+        """Claim the GPUs and CPUs of the training's local cluster. Waits until enough are free.
 
         Raises:
-            AttemptFailedError: Too few GPUs are free within ``capacity_timeout_seconds``; outcome ``timed_out``.
+            AttemptFailedError: Too few are free within ``capacity_timeout_seconds``; outcome ``timed_out``.
         """
         limit = spec.scaling.capacity_timeout_seconds
         began = time.monotonic()
         logged = ""
         while reason := self._claims.claim(spec):
             if reason != logged:
-                self.follower.on_note(reason)
+                needs = {"min_workers": spec.scaling.min_workers, "resources_per_worker": {}}
+                self.follower.on_event(WaitingForCapacity(possible_workers=0, **needs, missing=reason), replayed=False)
             if limit and time.monotonic() - began > limit:
                 raise AttemptFailedError(
                     f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}", outcome=Outcome.TIMED_OUT
                 )
             logged = reason
             self.wait(POLL_SECONDS)
+        self.follower.on_note(self._claims.warning, WARNING)
 
     def _check(self) -> None:
         """Raise if the training has to stop; else restart a killed guard and start a due pre-started driver."""

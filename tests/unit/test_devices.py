@@ -1,4 +1,4 @@
-"""Claims of local clusters on the GPUs of their machine, with pretended GPUs that no other test has."""
+"""Claims of local clusters on the GPUs and CPUs of their machine, with pretended ones that no other test has."""
 
 import os
 import secrets
@@ -29,7 +29,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from tests.unit.support import spec
 claims = DeviceClaims()
-assert claims.claim(spec(cluster=ClusterSettings(num_gpus=2))) == ""
+assert claims.claim(spec(cluster=ClusterSettings(num_gpus=2, num_cpus=1))) == ""
 runs, says = os.pipe()
 forked = os.fork()
 if forked == 0:
@@ -79,7 +79,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
 
 def _take(claims: DeviceClaims, name: str = "mnist", gpus: int = 1, **scaling: Any) -> str:
-    told = spec(scaling=ScalingSettings(**scaling), cluster=ClusterSettings(num_gpus=gpus))
+    told = spec(scaling=ScalingSettings(**scaling), cluster=ClusterSettings(num_gpus=gpus, num_cpus=1))
     told = replace(told, request=replace(told.request, run_name=name))
     return claims.claim(told)
 
@@ -139,6 +139,61 @@ def test_the_head_that_inherits_a_claim_keeps_it_and_a_killed_process_and_one_th
             for pid in (head, forked):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Four pretended CPUs, a set that no other process has."""
+    numbers = {secrets.randbits(40) for _ in range(4)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: numbers)
+    monkeypatch.setattr(devices, "usable_cpus", lambda: len(numbers))
+    return len(numbers)
+
+
+def _take_cpus(claims: DeviceClaims, name: str, workers: tuple[int, int] = (1, 1), num_cpus: int = 0) -> str:
+    scaling = ScalingSettings(min_workers=workers[0], max_workers=workers[1])
+    wanted = spec(scaling=scaling, cluster=ClusterSettings(num_cpus=num_cpus))
+    return claims.claim(replace(wanted, request=replace(wanted.request, run_name=name)))
+
+
+def test_trainings_divide_the_cpus_and_one_that_does_not_fit_waits_until_there_is_room(cpus: int, make: Make) -> None:
+    first, second, third = (make() for _ in range(3))
+    assert _take_cpus(first, "first", (2, 3)) == ""
+    assert _take_cpus(second, "second", (1, 3)) == ""
+    assert (first.num_cpus, second.num_cpus) == (0, 1), "the first has all that it can use, the second what was left"
+    by_both = "".join(f"; training {name!r} (pid {os.getpid()}) has {count}" for name, count in _counts(3, 1))
+    waits = _take_cpus(third, "third", (1, 1))
+    assert sorted(waits.split("; ")) == sorted(
+        f"this machine has 4 CPUs{by_both}; the local cluster waits for CPUs: 1".split("; ")
+    )
+    first.release()
+    assert _take_cpus(third, "third", (1, 1)) == ""
+    assert [third.num_cpus, third.warning] == [0, ""]
+
+
+def _counts(*counts: int) -> list[tuple[str, int]]:
+    return [*zip(("first", "second"), counts, strict=True)]
+
+
+def test_a_cluster_with_a_number_of_cpus_does_not_wait_and_says_that_the_machine_is_oversubscribed(
+    cpus: int, make: Make
+) -> None:
+    first, second = make(), make()
+    assert _take_cpus(first, "first", (1, 8)) == "", "a group that cannot fit takes all there is"
+    assert _take_cpus(second, "second", (1, 8), num_cpus=2) == ""
+    assert second.warning == (
+        "This machine is oversubscribed, so trainings are slow: this machine has 4 CPUs; training 'first' "
+        f"(pid {os.getpid()}) has 4; this one has 2"
+    )
+
+
+def test_neither_the_same_run_nor_processes_with_other_cpus_are_waited_for(
+    cpus: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _take_cpus(make(), "first", (4, 4)) == ""
+    assert _take_cpus(make(), "first", (4, 4)) == "", "as of a flow run that was resumed while its old process lives"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {secrets.randbits(40)})
+    assert _take_cpus(make(), "second") == "", "as of another job of Slurm"
 
 
 def test_an_index_that_means_another_gpu_to_another_process_is_another_gpu(

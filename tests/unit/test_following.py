@@ -356,7 +356,7 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
             other.runtime(_JOINING).run_attempt(limited)
         assert caught.value.outcome is Outcome.TIMED_OUT
         assert str(caught.value) == f"capacity_timeout_seconds (1.5 s) have passed: {in_use}"
-        assert [note for note in other.notes if "GPU" in note] == [in_use]
+        assert [event.missing for event in other.events if isinstance(event, ev.WaitingForCapacity)] == [in_use]
         closing_first = threading.Timer(1.0, first.close)
         closing_first.start()
         second = other.runtime(_JOINING)
