@@ -57,15 +57,17 @@ def test_each_query_of_the_dashboard_finds_a_running_training(
         config={"ledger": ledger, "steps": 10**6, "save_every": 20, "sleep": 0.05, "weights": ""},
         environment={"PREFECT_CLIENT_METRICS_ENABLED": "true", "PREFECT_CLIENT_METRICS_PORT": port},
     )
-    [nodes] = json.loads(Path(head.folder, "prom_metrics_service_discovery.json").read_text())
-    for source, addresses in {"elastic_train_": [f"127.0.0.1:{port}"], "ray_elastic_train_": nodes["targets"]}.items():
+    discovery = Path(head.folder, "prom_metrics_service_discovery.json")  # which Prometheus is given for Ray
+    for source in sorted(SOURCES):
         wanted = {}
         for query in _queries(source):
             expression = promql_parser.parse(query)
             for selector in _selectors(expression):
                 wanted[selector.name] = selector
 
-        def scraped(addresses: list[str] = addresses) -> dict[str, list[Any]]:
+        def scraped(source: str = source) -> dict[str, list[Any]]:
+            is_ray = source.startswith("ray")
+            addresses = json.loads(discovery.read_text())[0]["targets"] if is_ray else [f"127.0.0.1:{port}"]
             return {name: samples for address in addresses for name, samples in _scrape(address).items()}
 
         flow.wait_for(lambda: wanted.keys() <= scraped().keys(), 90, f"all metrics of {source}")
