@@ -97,10 +97,10 @@ class DriverSpec:
     def can_fork(self) -> bool:
         """True if a fork server may fork the controllers and workers of the local cluster.
 
-        They share one environment, use no TPUs, and no datasets are loaded beside them.
+        They share one environment, and use no TPUs. The tasks of datasets are forked, too.
         """
         has_environment = self.cluster.full_runtime_env or self.request.worker_runtime_env
-        return self.is_alone and self.scaling.accelerator != "tpu" and not has_environment
+        return self.cluster.is_local and self.scaling.accelerator != "tpu" and not has_environment
 
 
 def write_spec(spec: DriverSpec, path: Path) -> None:

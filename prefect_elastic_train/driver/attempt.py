@@ -282,7 +282,7 @@ class Attempt:
         recorder.emit(ClusterWanted())
         recorder.set_activity("")
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-        if not spec.is_alone:  # else the environment of its node has the variable
+        if not spec.cluster.is_local:  # else the environment of its node has the variable
             os.environ.setdefault(PRINT_PATCH, "0")
         payload = load_payload(spec)
         recorder.set_activity("joining the cluster")

@@ -34,7 +34,7 @@ def join_cluster(spec: DriverSpec) -> ClusterConnected:
 
     # A job has its runtime environment already.
     runtime_env = {} if spec.cluster.is_submitted else spec.cluster.full_runtime_env
-    if not spec.is_alone:  # else the head's environment has the variable
+    if not spec.cluster.is_local:  # else the head's environment has the variable
         # Without it, Ray's tools in the workers look for any cluster on their host.
         runtime_env["env_vars"] = {"RAY_ADDRESS": address, **runtime_env.get("env_vars", {})}
     sigterm_handler = signal.getsignal(signal.SIGTERM)

@@ -114,7 +114,7 @@ class Sandbox(Follower):
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "4",
         }
-        if self._scaling.accelerator == "cpu" and not self._request.has_datasets:
+        if self._scaling.accelerator == "cpu":
             variables[FORK_SERVER_VARIABLE] = str(self.folder / "fork")
         process = self._runtime.start_helper_process((*COMMAND, self._request.framework), variables)
         self.nodes = NodeCluster(process, int(self._request.has_datasets))
