@@ -27,6 +27,7 @@ ATTRIBUTES = {
     "ray._private.state:state": "_connect_and_get_accessor",
     "ray._private.worker:Worker": "get_accelerator_ids_for_accelerator_resource",
     "ray.scripts.scripts": "get_ray_client_dependency_error",
+    "ray.data:Dataset": "_logical_plan",
     "ray.train.v2._internal.callbacks.preemption_callback": "PreemptionWatcher",
     "ray.train.v2.api.data_parallel_trainer": "TrainController get_env_vars_to_propagate",
     "ray.dashboard.modules.dashboard_sdk:SubmissionClient": "_do_request _upload_package_if_needed",

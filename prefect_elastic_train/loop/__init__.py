@@ -1,6 +1,6 @@
 """The public names that a train loop imports.
 
-None of them imports Ray, and a loop that uses them also runs under plain Ray Train.
+None of them but ``read_parquet`` imports Ray, and a loop that uses them also runs under plain Ray Train.
 
 Example::
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .jax_state import JaxState
     from .numeric_guard import Guard, NumericError
     from .order import SampleOrder, StepBatches, permute
+    from .ray_data import read_parquet
     from .state import ArrayState, StateMismatchError
     from .torch_state import TorchState
     from .training_session import LoopError, Session, read_about, session
@@ -48,19 +49,20 @@ __all__ = [
     "TorchState",
     "permute",
     "read_about",
+    "read_parquet",
     "resize_requested",
     "run_context",
     "session",
     "use_run_context",
 ]
 
-#: Modules of the names that are imported on first use. They import numpy; the two states import torch or JAX.
+#: Modules of the names that are imported on first use. They import numpy; the last ones torch, JAX or Ray Data.
 _MODULES = ("order", "batches", "cadence", "state", "numeric_guard", "training_session")
-_STATE_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",)}
+_LIBRARY_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",), "read_parquet": ("ray_data",)}
 
 
 def __getattr__(name: str) -> Any:
-    for module_name in _STATE_MODULES.get(name, _MODULES) if name in __all__ else ():
+    for module_name in _LIBRARY_MODULES.get(name, _MODULES) if name in __all__ else ():
         module = import_module(f"{__name__}.{module_name}")
         if hasattr(module, name):
             return getattr(module, name)

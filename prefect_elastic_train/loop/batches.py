@@ -66,9 +66,8 @@ def length_of(dataset: Any) -> int:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"{type(dataset).__name__} has no __len__ and __getitem__ (for a DataLoader, pass loader.dataset): streams "
-            "such as shards of Ray Data cannot be resumed at a position. Load the samples by index (Parquet files by "
-            "memory map, for instance), or use ray.train.get_dataset_shard and accept that a restart begins its epoch "
-            "again"
+            "cannot be resumed at a position. Load the samples by index (Parquet files by memory map, for instance). "
+            "Ray Data is read by session.batches only"
         )
     if _reads_labels(dataset):
         raise TypeError(

@@ -323,24 +323,33 @@ class Session(AbstractContextManager["Session"]):
 
         Args:
             dataset: Anything with ``__len__`` and ``__getitem__``: a map-style torch dataset, a random access source of
-                grain, arrays, a tuple or dict of arrays of one length, or a :class:`Mixture` of such.
-            shuffle: If False, each epoch has the order of the dataset.
+                grain, arrays, a tuple or dict of arrays of one length, or a :class:`Mixture` of such. Or a Ray Data
+                dataset of :func:`read_parquet`, or the shard of one that is not split. All ranks must call this
+                together.
+            shuffle: If False, each epoch has the order of the dataset. Of a Ray Data dataset, the row groups are
+                shuffled, and the rows in each.
             drop_last: Leave out the last step of an epoch if it has fewer samples than ``global_batch``.
             micro_batch: Largest number of samples of a batch, for gradient accumulation. A step then has several
                 batches: call ``backward`` for each, and call the optimizer and :meth:`step` if :attr:`is_last_part`.
                 0: one batch a step.
             loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``. If there are any, or if the
-                dataset is one of torch, the samples are loaded with it.
+                dataset is one of torch, the samples are loaded with it. For a Ray Data dataset there are none.
 
         Yields:
             The samples of a batch, collated as the dataset's library does: arrays, tensors, tuples or dicts of these.
+            Of a Ray Data dataset, a dict of arrays.
 
         Raises:
-            TypeError: The dataset cannot be read by index, or an option of the loader is not allowed.
+            TypeError: The dataset cannot be read from a position, or an option of the loader is not allowed.
             LoopError: The dataset, ``shuffle`` or ``drop_last`` differ from those of the checkpoint, or :meth:`step`
                 was not called after a batch.
         """
-        order = SampleOrder(length_of(dataset), self._global_batch, self._seed, shuffle, drop_last)
+        rows: Any = None
+        if type(dataset).__module__.startswith("ray.data"):
+            rows = import_module(f"{__package__}.ray_data")
+            dataset = getattr(dataset, "_base_dataset", dataset)
+        length = int(rows.source_of(dataset).rows.sum()) if rows else length_of(dataset)
+        order = SampleOrder(length, self._global_batch, self._seed, shuffle, drop_last)
         before = SampleOrder(**self._about.setdefault("order", asdict(order)))
         if before != order:
             raise LoopError(
@@ -353,10 +362,12 @@ class Session(AbstractContextManager["Session"]):
         self._step_samples = []
         if self._shards and micro_batch:
             raise ValueError(f"micro_batch={micro_batch}: not supported with shards; use more shards")
-        sampler = StepBatches(
-            order, range(self.done, self.end), *self._share, micro_batch, self._shards, self._replay_every
-        )
-        loaded = load(dataset, sampler, loader)
+        steps = range(self.done, self.end)
+        sampler = StepBatches(order, steps, *self._share, micro_batch, self._shards, self._replay_every)
+        if rows:
+            loaded = rows.load_rows(dataset, sampler, self.rank, self.world_size, **loader)
+        else:
+            loaded = load(dataset, sampler, loader)
         self.phases.begin("loading")
         for (step, part, parts, is_last, replay), (samples, batch) in zip(sampler.positions(), loaded, strict=True):
             if self.done != step:

@@ -29,6 +29,7 @@ from prefect_elastic_train import (
     S3Storage,
     aelastic_train,
     elastic_train,
+    loop,
 )
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
 from tests.support.scripted_driver import MODULE
@@ -43,6 +44,11 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         from ray.train.torch import TorchConfig
 
         given["torch_config"] = TorchConfig(backend=backend)
+    if folder := arguments.get("parquet_folder"):
+        from ray.train import DataConfig
+
+        given["datasets"] = {"train": lambda: _numbers(folder)}
+        given["dataset_config"] = DataConfig(datasets_to_split="all" if arguments.get("splits") else [])
     return {
         "train_loop": arguments.get("loop", "tests.support.loops:hashing_loop"),
         "train_loop_config": arguments.get("config"),
@@ -55,6 +61,11 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "cluster": RayCluster(**arguments.get("cluster", {})),
         **given,
     }
+
+
+def _numbers(folder: str) -> Any:
+    """The Ray Data dataset of a folder of Parquet files with a column ``id``."""
+    return loop.read_parquet(folder).map_batches(lambda batch: {**batch, "twice": 2 * batch["id"]})
 
 
 def _begin(arguments: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -217,6 +218,41 @@ def jax_loop(config: dict[str, Any]) -> None:
             _disturb(config, where, session.done)
     if where["rank"] == 0:
         np.savez(config["weights"], **jax.tree.map(np.asarray, state.weights))
+
+
+def ray_data_loop(config: dict[str, Any]) -> None:
+    """Read the shard of a Ray Data dataset with a column ``id``; ``config`` as that of :func:`torch_loop`."""
+    import ray.train
+
+    where, shard = _where(), ray.train.get_dataset_shard("train")
+    plan = {"steps": config["steps"], "global_batch": config["global_batch"], "save_every": config["save_every"]}
+    with loop.session(loop.ArrayState(weights=np.zeros(1)), seed=3, **plan) as session:
+        for batch in session.batches(shard):
+            assert (batch["twice"] == 2 * batch["id"]).all()
+            write_ledger(config["ledger"], **where, step=session.done + 1, seen=batch["id"].tolist())
+            _pause(config)
+            session.step()
+
+
+def epoch_loop(config: dict[str, Any]) -> None:
+    """Read one epoch of a shard as Ray Train's users do, with a checkpoint of each step, and rank 1 dies once.
+
+    Config: ``ledger``, and ``dies`` (step after which rank 1 dies).
+    """
+    import ray.train
+
+    where, checkpoint = _where(), ray.train.get_checkpoint()
+    state = loop.ArrayState(done=0)
+    if checkpoint:
+        with checkpoint.as_directory() as directory:
+            state.read(directory)
+    for batch in ray.train.get_dataset_shard("train").iter_batches(batch_size=10):
+        state.done = int(state.done) + 1
+        write_ledger(config["ledger"], **where, step=state.done, seen=batch["id"].tolist())
+        folder = tempfile.mkdtemp()
+        state.stage(folder)()
+        ray.train.report({}, checkpoint=ray.train.Checkpoint(folder) if where["rank"] == 0 else None)
+        _disturb({"ledger": config["ledger"], "dies": [[config["dies"], 1]]}, where, state.done)
 
 
 def array_loop(config: dict[str, Any]) -> None:

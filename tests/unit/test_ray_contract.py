@@ -48,6 +48,7 @@ ALLOWED = (
     "controller/",
     "worker/",
     "driver/trainer.py",
+    "loop/ray_data.py",
     "driver/joining.py",
     "driver/ray_configs.py",
     "core/tpu_slices.py",
