@@ -32,7 +32,7 @@ def train(
     train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
     storage: StorageBlock,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
-    framework: Literal["torch", "jax", "none"] = "torch",
+    framework: Literal["torch", "jax", "xgboost", "lightgbm", "none"] = "torch",
     scaling: ElasticScaling = DEFAULT_SCALING,
     failures: FailureBudget = DEFAULT_FAILURES,
     checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,

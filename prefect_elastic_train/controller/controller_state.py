@@ -25,7 +25,7 @@ class ControllerSettings:
         receiver: The address at which the driver receives events.
         store: The run directory.
         context: The run context that workers get.
-        framework: ``"torch"``, ``"jax"`` or ``"none"``.
+        framework: Framework of the train loop, such as ``"torch"``, or ``"none"``.
         scaling, failures: The settings of the blocks for scaling and for failures.
         requester_id: The id for reservations with Ray's coordinator; empty for none, on a cluster without other users.
         standby: ``"off"``, ``"auto"`` (as memory allows) or ``"on"``.

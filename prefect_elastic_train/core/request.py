@@ -59,7 +59,7 @@ class RunRequest:
 
     @property
     def framework(self) -> str:
-        """Framework of the train loop: ``"torch"``, ``"jax"`` or ``"none"``."""
+        """Framework of the train loop, such as ``"torch"``, or ``"none"``."""
         return self.fingerprint.framework
 
 

@@ -11,7 +11,13 @@ from prefect_elastic_train.worker.preimports import import_ahead, memory_left
 #: Command-line option of a pre-started driver, in place of the path of a spec.
 PRESTARTED = "--prestarted"
 #: The module that a driver imports for the framework of its run.
-FRAMEWORK_MODULES = {"torch": "ray.train.torch", "jax": "jax", "none": "ray.train"}
+FRAMEWORK_MODULES = {
+    "torch": "ray.train.torch",
+    "jax": "jax",
+    "xgboost": "ray.train.xgboost",
+    "lightgbm": "ray.train.lightgbm",
+    "none": "ray.train",
+}
 _OWN_MODULES = (
     "prefect_elastic_train.controller.controller",
     "prefect_elastic_train.report.run_report",

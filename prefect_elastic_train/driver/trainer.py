@@ -37,6 +37,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 TRAINERS = {
     "torch": "ray.train.torch:TorchTrainer",
     "jax": "ray.train.v2.jax:JaxTrainer",
+    "xgboost": "ray.train.xgboost:XGBoostTrainer",
+    "lightgbm": "ray.train.lightgbm:LightGBMTrainer",
     "none": "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer",
 }
 
@@ -116,7 +118,7 @@ def make_trainer(
         from prefect_elastic_train.controller.jax_backend import run_jax_config
 
         arguments["jax_config"] = run_jax_config(payload.jax_config, arguments["scaling_config"])
-    else:
+    elif payload.torch_config:
         arguments["torch_config" if framework == "torch" else "backend_config"] = payload.torch_config
     base = resolve_name(TRAINERS[framework])
     trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)

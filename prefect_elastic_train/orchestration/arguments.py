@@ -27,7 +27,7 @@ from prefect_elastic_train.supervisor.processes import import_path
 
 from .position import TrainingPosition
 
-FRAMEWORKS = ("torch", "jax", "none")
+FRAMEWORKS = ("torch", "jax", "xgboost", "lightgbm", "none")
 
 TrainLoop = Callable[..., Any] | str
 Datasets = dict[str, Any] | Callable[[], dict[str, Any]]

@@ -45,7 +45,8 @@ class _ElasticTrain:
             ``"package.module:function"``.
         train_loop_config: Passed to the loop: a dict, dataclass, pydantic model or anything that can be pickled.
             Default: None.
-        framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default: ``"torch"``.
+        framework: ``"torch"``, ``"jax"``, ``"xgboost"``, ``"lightgbm"``, or ``"none"`` for a plain Python loop.
+            Default: ``"torch"``.
         scaling: The workers, as a block or the name of a saved one. Default, also for the next four: the saved block
             that the settings name (``default_scaling`` and so on), else one CPU worker.
         failures: The failures to tolerate. Default without a setting: 3 worker failures and 3 driver restarts.

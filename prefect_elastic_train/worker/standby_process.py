@@ -37,7 +37,7 @@ def warm_up(visible_devices: str, framework: str, threads: str) -> ProcessState:
 
     Args:
         visible_devices: Value of ``CUDA_VISIBLE_DEVICES``; empty to leave it as it is.
-        framework: ``"torch"``, ``"jax"`` or ``"none"``.
+        framework: Framework of the train loop, such as ``"torch"``, or ``"none"``.
         threads: ``OMP_NUM_THREADS`` of a worker. Ray sets one thread for an actor without CPUs.
     """
     os.environ["OMP_NUM_THREADS"] = threads

@@ -29,15 +29,13 @@ def _block(page: str, beginning: str, folder: Path) -> Path:
 
 
 def _begin(start: Start, file: Path, config: dict[str, Any], **more: Any) -> FlowProcess:
+    of_torch = {"loop": "tests.support.trainer_loops:disturbed", "framework": "torch", "torch_backend": "gloo"}
     return start(
         file.parent.name,
-        loop="tests.support.trainer_loops:disturbed",
-        framework="torch",
-        torch_backend="gloo",
         config={"file": str(file), "folder": str(file.parent), **config},
         scaling={"min_workers": 2, "max_workers": 2},
         failures={"max_failures": -1, "driver_restarts": 5},
-        **more,
+        **(of_torch | more),
     )
 
 
@@ -114,3 +112,25 @@ def test_the_fine_tune_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     assert "steps: 48" in call(*command, folder=file.parent, timeout=300, env=environment)
     assert (file.parent / "best.pt").exists()
+
+
+@pytest.mark.parametrize("framework", ["xgboost", "lightgbm"])
+def test_boosted_trees_continue_from_their_checkpoint_whatever_is_killed(
+    framework: str, start: Start, tmp_path: Path
+) -> None:
+    file = _block("trainers.md", f"{framework}.train(", tmp_path / framework)
+    loop = {"loop": "tests.support.trainer_loops:boosted", "framework": framework, "torch_backend": ""}
+    flow = _begin(start, file, {"rounds": 40, "kills": [[7, 1], [12, 0]]}, **loop)
+    flow.wait_for_commits(3)
+    flow.living_driver().kill()
+    result = flow.completed(300)
+    assert len(list(file.parent.glob("killed-*"))) == 2, "not every kill happened"
+    folder = Path(result["checkpoint_uri"].removeprefix("file://"))
+    if framework == "xgboost":
+        import xgboost
+
+        assert xgboost.Booster(model_file=folder / "model.ubj").num_boosted_rounds() == 40
+    else:
+        import lightgbm
+
+        assert lightgbm.Booster(model_file=folder / "model.txt").num_trees() == 40

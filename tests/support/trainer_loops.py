@@ -42,3 +42,25 @@ def disturbed(config: dict[str, Any]) -> None:
     # Of the module in DistributedDataParallel, if it is in one.
     weights = [one.detach().numpy().tobytes() for one in models[0].state_dict().values()]
     Path(config["folder"], f"weights-{rank}.json").write_text(json.dumps(hashlib.sha256(b"".join(weights)).hexdigest()))
+
+
+def boosted(config: dict[str, Any]) -> None:
+    """Run ``train_loop`` of a file, which reports each round of boosting.
+
+    Config: ``file``; ``folder``, for marks; ``kills``, each a number of reports in a worker process and a rank; the
+    rest is the loop's.
+    """
+    import ray.train
+
+    rank, report, reports = ray.train.get_context().get_world_rank(), ray.train.report, []
+
+    def report_or_die(*arguments: Any, **options: Any) -> None:
+        report(*arguments, **options)
+        reports.append(1)
+        mark = Path(config["folder"], f"killed-{len(reports)}-{rank}")
+        if [len(reports), rank] in config.get("kills", ()) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ray.train.report = report_or_die
+    runpy.run_path(config["file"], run_name="of_the_page")["train_loop"](config)
