@@ -38,13 +38,20 @@ Result = TypeVar("Result")
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
+OptionalStorage = Annotated[
+    str | None,
+    typer.Argument(help="As in `show`. Default: the trainings on the page `elastic-trainings`.", metavar="[STORAGE]"),
+]
 RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs. Default: all.", metavar="[RUN]...")]
 
 
 @app.command("list")
-def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
-    """List the runs: state, progress and checkpoints of each."""
+def list_runs(storage: OptionalStorage = None, as_json: Json = False) -> None:
+    """List the runs of a storage, or the trainings of the page in Prefect: state, progress and checkpoints of each."""
     with exit_on_error():
+        if storage is None:
+            _list_trainings(as_json)
+            return
         opened = open_for_command(storage)
         summaries = _read_runs(_summary, opened)
         if as_json:
@@ -228,6 +235,23 @@ def _summary_row(run: RunSummary) -> dict[str, str]:
         "last commit": duration(time.time() - run.last_commit_at) if run.last_commit_at else "",
         "flow run": run.flow_run_name,
     }
+
+
+def _list_trainings(as_json: bool) -> None:
+    """Print the rows of Prefect's page of all trainings, those in trouble first."""
+    from prefect.client.orchestration import get_client
+
+    from prefect_elastic_train.orchestration.report_publisher import read_page
+    from prefect_elastic_train.report.overview import sort_rows
+
+    with get_client(sync_client=True) as client:
+        rows = sort_rows(read_page(client)[1].values(), time.time())
+    if as_json:
+        print_json({"trainings": rows})
+    elif rows:
+        print_table(row.cells for row in rows)
+    else:
+        print_lines("no trainings in Prefect; name a storage to list its runs")
 
 
 def _print_details(details: RunDetails) -> None:

@@ -22,6 +22,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
 from prefect_elastic_train.report.markdown import render, summary_line
+from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
 from prefect_elastic_train.report.run_report import RunReport
 
 from .client_metrics import update_metrics
@@ -34,6 +35,10 @@ _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
+#: Key of the artifact with all trainings, seconds between two updates of a row, and tries to write the last.
+PAGE_KEY = "elastic-trainings"
+_PAGE_SECONDS = 20.0
+_PAGE_TRIES = 5
 #: Seconds between two plots, each of which may take a second, and longest time that one may take.
 _PLOT_SECONDS = 60.0
 _MAX_UNSENT_EVENTS = 1000
@@ -48,6 +53,15 @@ def prefect_key(prefix: str, name: str) -> str:
     if slug != name:  # names that differ only in the removed characters must get different keys
         slug = f"{slug}-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex[:6]}"
     return f"{prefix}-{slug}"
+
+
+def read_page(client: SyncPrefectClient) -> tuple[str, dict[str, TrainingRow]]:
+    """Return the id of the artifact with all trainings, empty if there is none yet, and its rows by run name."""
+    query = {"artifacts": {"key": {"any_": [PAGE_KEY]}}}
+    for page in client.request("POST", "/artifacts/latest/filter", json=query).json():
+        rows = page["metadata_"].items()
+        return page["latest_id"], {name: TrainingRow.model_validate_json(row) for name, row in rows}
+    return "", {}
 
 
 @dataclass(eq=False)
@@ -219,6 +233,29 @@ class Publisher:
                     self._picture = draw(report, now)
                     self._due_at["plot"] = time.monotonic() + _PLOT_SECONDS
         self._put(client, "markdown", render(report, now, self._picture), summary)
+        if report.state != "taken over" and self._is_due("page", _PAGE_SECONDS):
+            with self._catch_errors("the page of all trainings cannot be written"):
+                self._update_page(client, report, now)
+
+    def _update_page(self, client: SyncPrefectClient, report: RunReport, now: float) -> None:
+        """Replace the row of the training on the page of all trainings, which other processes write, too.
+
+        A row that another process overwrites at the same moment comes back at its next update. The last one is
+        written until it is there.
+        """
+        base = report.flow_run_url.partition("/runs/")[0]
+        own = make_row(report, now, base and f"{base}/artifacts/artifact/{self._artifacts.get('markdown')}")
+        for _ in range(_PAGE_TRIES if self._stopping.is_set() else 1):
+            page, rows = read_page(client)
+            if rows.get(report.run_name) == own:
+                return
+            newest = sort_rows({**rows, report.run_name: own}.values(), now)
+            metadata = {row.cells["training"]: row.model_dump_json() for row in newest}
+            content = {"data": render_page(newest, now), "metadata_": metadata}
+            if page:
+                client.request("PATCH", "/artifacts/{id}", path_params={"id": page}, json=content)
+            else:
+                client.create_artifact(ArtifactCreate.model_validate({"key": PAGE_KEY, "type": "markdown", **content}))
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Create the run's Prefect artifact of this kind, or update the one that this object has created.

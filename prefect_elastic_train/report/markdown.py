@@ -9,7 +9,20 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 
 from .formats import clock, duration, format_counts, format_metrics, size
-from .run_report import FAULTS, PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
+from .run_report import (
+    FAILURES,
+    FAULTS,
+    PACED,
+    POSITIONS,
+    TOTALS,
+    Checkpoint,
+    Incident,
+    RunReport,
+    is_link,
+    remaining_seconds,
+)
+
+_MAX_CAUSE = 80  # characters
 
 
 def headline(report: RunReport) -> str:
@@ -19,16 +32,18 @@ def headline(report: RunReport) -> str:
 
 
 def summary_line(report: RunReport, now: float) -> str:
-    """Return one line about a run: state, progress, workers, metrics, faults and goodput."""
-    return " · ".join([headline(report), *_facts(report, now)])
+    """Return one line about a run: failures by cause, since a card shows no more, state, workers, metrics, goodput."""
+    return " · ".join(filter(None, [escape(format_causes(report)), headline(report), *_facts(report, now)]))
 
 
 def render(report: RunReport, now: float, picture: str = "") -> str:
     """Return the report of a run as Markdown, with a picture of it, which is a data URI."""
+    causes = format_causes(report)
     sections = [
         f"## {escape(headline(report))}",
         " · ".join(_facts(report, now)),
         code(report.detail),
+        f"**Failures:** {escape(causes)}" if causes else "",
         f"![metrics and workers]({picture})" if picture else "",
         "### What happened",
         "\n".join(map(_incident, reversed(report.incidents))) or "Nothing yet.",
@@ -55,8 +70,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     progress = report.progress
     tally = report.tally
     if report.state == "training":
-        if progress and "progress" in report.rates:
-            left = (1 - progress.fraction) / report.rates["progress"]
+        if left := remaining_seconds(report):
             yield f"about {duration(left)} left, until {clock(report.last_event_at + left)} UTC"
         for name in PACED:
             if rate := report.rates.get(name):
@@ -75,6 +89,13 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     if tally.left and report.is_live:
         yield f"failures left: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
+
+
+def format_causes(report: RunReport) -> str:
+    """Return the number of failures in the report by cause as text, the most frequent first; empty for none."""
+    reasons = [incident.reason or incident.message for incident in report.incidents if incident.kind in FAILURES]
+    causes = Counter(reason.partition(": ")[2][:_MAX_CAUSE] or reason[:_MAX_CAUSE] for reason in reasons)
+    return "; ".join(f"{count} × {cause}" for cause, count in causes.most_common())
 
 
 def _incident(incident: Incident) -> str:
@@ -100,7 +121,7 @@ def _time(account: TimeAccount) -> str:
 
 def _checkpoints(report: RunReport) -> str:
     lines = [
-        f"- {clock(checkpoint.at)} {code(loop_name(checkpoint.name))}"
+        f"- {clock(checkpoint.at)} {_step(checkpoint)}{code(loop_name(checkpoint.name))}"
         + (f", {size(checkpoint.size_bytes)}, by attempt {checkpoint.attempt}" if checkpoint.attempt else "")
         + ("; **best**" if checkpoint is report.best else "")
         + (f"  \n  {metrics}" if (metrics := _metrics(checkpoint.metrics, TOTALS)) else "")
@@ -119,6 +140,10 @@ def _workers(report: RunReport) -> str:
         for rank, usage in sorted(report.usage.items())
     ]
     return table(["rank", "CPU", "memory", "GPU memory"], rows) if rows else ""
+
+
+def _step(checkpoint: Checkpoint) -> str:
+    return f"**step {checkpoint.step:,.0f}** " if checkpoint.step else ""
 
 
 def _locations(report: RunReport) -> str:

@@ -58,8 +58,9 @@ _STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 #: Activities in which workers exist.
 _WITH_WORKERS = ("training", "draining", "winding up")
 
-#: Kinds of incidents that are faults.
-FAULTS = ("failure", "preemption", "driver", "loop")
+#: Kinds of incidents that are failures, and those that are faults, which include warnings.
+FAILURES = ("failure", "preemption", "driver")
+FAULTS = (*FAILURES, "loop")
 
 
 class Incident(BaseModel):
@@ -71,6 +72,9 @@ class Incident(BaseModel):
     message: str
     reason: str = ""
     since: float = 0.0  # start of an interruption that has not ended yet; 0: none
+    until: float = 0.0  # its end; 0: none
+    #: Numbers of the first and the last report that the interruption has made undone; the same number: none was.
+    redone: tuple[float, float] | None = None
 
 
 class Checkpoint(BaseModel):
@@ -82,6 +86,7 @@ class Checkpoint(BaseModel):
     size_bytes: int = 0
     metrics: dict[str, Any]
     score: float | None = None
+    step: float = 0.0  # 0: unknown
 
 
 class Progress(BaseModel):
@@ -155,6 +160,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     checkpoints: list[Checkpoint] = []  # the newest, and the best one
     checkpoints_made: int = 0
     curves: dict[str, Curve] = {}
+    steps: Curve = Curve()  # the step of each report, as far as known
+    position: int = 0  # number of the newest report
     world_sizes: list[tuple[float, int]] = []
     is_new_wait: bool = False  # the last event was the first of a wait for capacity
     last_end: str = ""  # reason why the last driver ended, for the next one
@@ -169,6 +176,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                 if incident.since:
                     incident.message += f"; training again after {event.at - incident.since:.1f} s"
                     incident.since = 0.0
+                    incident.until = event.at
+                    incident.redone = (self.tally.position, max(self.position, self.tally.position))
         match event:
             case ev.RunRecalled():
                 self._recall(event.report)
@@ -324,9 +333,19 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         for name, number in numbers.items():
             if name not in POSITIONS and (name in self.curves or len(self.curves) < _MAX_CURVES):
                 self.curves.setdefault(name, Curve()).add(self.tally.position, number)
+        self.position = self.tally.position
+        counters = (numbers[name] for name in COUNTERS if name in numbers and name != "epoch")
+        step = next(counters, event.step)
+        if step:
+            self.steps.add(self.position, step)
         if isinstance(event, ev.CheckpointCommitted):
             self._add_checkpoint(
-                event.checkpoint, event.at, event.metrics, attempt=event.attempt, size_bytes=event.size_bytes
+                event.checkpoint,
+                event.at,
+                event.metrics,
+                attempt=event.attempt,
+                size_bytes=event.size_bytes,
+                step=step,
             )
             self.checkpoints_made += 1
         progress = _find_progress(numbers) or _find_progress(_numbers(self.totals) | numbers)
@@ -342,7 +361,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             if event.at > since and number > before.get(name, math.inf)
         }
 
-    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any], **written: int) -> None:
+    def _add_checkpoint(self, name: str, at: float, metrics: dict[str, Any], **written: Any) -> None:
         score = score_of(metrics, self.score_attribute)
         self.checkpoints.append(Checkpoint(name=name, at=at, metrics=_bounded(metrics), score=score, **written))
         oldest = int(self.checkpoints[0] is self.best)  # the best one stays
@@ -371,6 +390,13 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     def _add_incident(self, at: float, kind: str, message: str, reason: str = "") -> None:
         incident = Incident(at=at, kind=kind, message=message[:_MAX_TEXT], reason=_first_line(reason))
         self.incidents = [*self.incidents, incident][-_MAX_INCIDENTS:]
+
+
+def remaining_seconds(report: RunReport) -> float:
+    """Return the seconds that a training still needs at its pace; 0 if they are unknown, or it does not train."""
+    if report.state != "training" or not report.progress or "progress" not in report.rates:
+        return 0.0
+    return (1 - report.progress.fraction) / report.rates["progress"]
 
 
 def _first_line(text: str) -> str:

@@ -17,6 +17,8 @@ import re
 import secrets
 import socket
 import subprocess
+import sys
+import time
 import zlib
 from contextlib import suppress
 from functools import cache
@@ -30,6 +32,7 @@ _CLAIM = re.compile("@elastic-train [0-9a-f]+ gpu (.+?) ([0-9]+) (.*)")
 #: The same with checksums of the set of CPUs and of the run name, and the number of CPUs.
 _CPU_CLAIM = re.compile("@elastic-train [0-9a-f]+ cpus ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*)")
 _SMI_SECONDS = 20.0
+_LOCK_SECONDS = 2.0
 
 
 class DeviceClaims:
@@ -59,9 +62,10 @@ class DeviceClaims:
         Raises:
             AttemptFailedError: The local cluster needs more GPUs than this process may use.
         """
-        least, most = _needed_gpus(spec)
-        if self.sockets or self.cpu_sockets or not (least or _needed_cpus(spec)[1]):
+        if self.sockets or self.cpu_sockets:
             return ""
+        given = spec.cluster.num_gpus
+        least, most = (given, given) if given >= 0 else _needed(spec, "GPU")
         gpus = visible_gpus() if least else {}
         if gpus and least > len(gpus):
             raise AttemptFailedError(
@@ -69,7 +73,7 @@ class DeviceClaims:
                 f"{', '.join(gpus)}. Lower min_workers or num_gpus"
             )
         try:
-            with _bind("lock"):  # one process at a time reads the claims and makes its own
+            with _lock():  # one process at a time reads the claims and makes its own
                 names = Path("/proc/net/unix").read_text(errors="replace")
                 claims = _CLAIM.findall(names)
                 users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
@@ -89,22 +93,23 @@ class DeviceClaims:
 
     def _claim_cpus(self, spec: DriverSpec, names: str) -> str:
         """Claim CPUs beside the claims in ``names``. Return the reason why the cluster must wait, or an empty text."""
-        least, most = _needed_cpus(spec)
         run_name = spec.request.run_name
-        cpu_set = str(zlib.crc32(repr(os.sched_getaffinity(0)).encode()))
+        cpu_set = str(abs(hash(frozenset(os.sched_getaffinity(0)))))  # the same in all processes
         claimant = str(zlib.crc32(run_name.encode()))
+        given = spec.cluster.num_cpus
+        total = usable_cpus()
+        least, most = (min(number, given or total) for number in _needed(spec, "CPU"))
         # A training does not wait for an earlier process of the same run, which it may have to end.
-        others = [
+        others = sorted(
             (int(count), f"training {run!r} (pid {pid}) has {count}")
             for cpus, other, count, pid, run in _CPU_CLAIM.findall(names)
             if cpus == cpu_set and other != claimant
-        ]
-        total = usable_cpus()
+        )
         free = max(0, total - sum(count for count, _ in others))
         used = f"this machine has {total} CPUs" + "".join(f"; {text}" for _, text in others)
-        if free < least:
+        if free < least and not given:
             return f"{used}; the local cluster waits for CPUs: {least}"
-        count = most if spec.cluster.num_cpus else min(most, free)
+        count = most if given else min(most, free)
         if count > free:
             self.warning = f"This machine is oversubscribed, so trainings are slow: {used}; this one has {count}"
         if count:
@@ -121,15 +126,16 @@ class DeviceClaims:
         self.cpu_sockets = []
 
 
-def _needed_gpus(spec: DriverSpec) -> tuple[int, int | None]:
-    """Return the minimum and maximum number of GPUs of a local cluster; maximum None: as many as are free."""
-    if spec.cluster.num_gpus >= 0:
-        return spec.cluster.num_gpus, spec.cluster.num_gpus
+def _needed(spec: DriverSpec, kind: str) -> tuple[int, int]:
+    """Return the minimum and maximum number of ``"GPU"`` or ``"CPU"`` that the workers of a training use."""
     scaling = spec.scaling
-    each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
-    # The tasks of datasets use an unknown number of GPUs.
-    most = math.ceil(each * scaling.max_workers) if spec.is_alone else None
-    return math.ceil(each * scaling.min_workers), most
+    # Ray adds a GPU to resources that have none, and no CPU.
+    default = scaling.accelerator == kind.lower() and (kind == "GPU" or not scaling.resources_per_worker)
+    each = scaling.resources_per_worker.get(kind, float(default))
+    # The tasks of datasets use an unknown number.
+    return math.ceil(each * scaling.min_workers), math.ceil(
+        each * scaling.max_workers
+    ) if spec.is_alone else sys.maxsize
 
 
 def usable_cpus() -> int:
@@ -141,20 +147,15 @@ def usable_cpus() -> int:
     return cpus
 
 
-def _needed_cpus(spec: DriverSpec) -> tuple[int, int]:
-    """Return the minimum and maximum number of CPUs of a training's workers.
-
-    The minimum is 0 if the cluster has a number of CPUs: such a cluster does not wait for CPUs.
-    """
-    scaling = spec.scaling
-    default = not scaling.resources_per_worker and scaling.accelerator == "cpu"
-    each = scaling.resources_per_worker.get("CPU", float(default))
-    # Tasks of datasets use any number of CPUs.
-    most = math.ceil(each * scaling.max_workers) if spec.is_alone else math.inf
-    if given := spec.cluster.num_cpus:
-        return 0, int(min(most, given))
-    total = usable_cpus()
-    return min(math.ceil(each * scaling.min_workers), total), int(min(most, total))
+def _lock() -> socket.socket:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return _bind("lock")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _bind(name: str) -> socket.socket:

@@ -1,5 +1,6 @@
 """What a training writes to Prefect, on a real server: in place, seldom, and without anybody waiting for it."""
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -10,12 +11,14 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
 
+from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration import report_publisher as publisher_module
-from prefect_elastic_train.orchestration.report_publisher import Publisher
+from prefect_elastic_train.orchestration.report_publisher import PAGE_KEY, Publisher, read_page
 from prefect_elastic_train.report import pictures
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import free_port, wait_for
@@ -104,6 +107,55 @@ def test_one_report_and_one_progress_are_updated_in_place_and_an_earlier_process
     updates = {"event": {"name": ["prefect.artifact.updated"]}, "resource": {"id": [f"prefect.artifact.{progress.id}"]}}
     found = client.request("POST", "/events/filter", json={"filter": updates}).json()
     assert found["total"] == 0, "an event at each update would carry all of the report"
+
+
+def test_the_page_of_all_trainings_has_a_row_of_each_and_those_in_trouble_come_first(
+    make: Make, client: SyncPrefectClient, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{name}-{state}" for state in ("failed", "trains", "completed")]
+    publishers = []
+    for run_name in reversed(names):
+        publishers.append(_begin(make()))
+        publishers[-1].report.run_name = run_name
+        publishers[-1].add(_report(250, checkpoint="checkpoint-1"))
+    completed, trains, failed = publishers
+    for publisher in (trains, failed):
+        publisher.add(_failed(600))
+    failed.end("failed", "ValueError: nan")
+    trains.close()
+    completed.end("completed")
+
+    def rows() -> dict[str, dict[str, str]]:
+        return {run: row.cells for run, row in read_page(client)[1].items() if run in names}
+
+    assert [*rows()] == names
+    assert {row["failures"] for row in rows().values()} == {"none", "1 × ValueError: nan"}
+    assert rows()[names[2]]["state"] == "Completed: step 250 of 1,000"
+    [page] = [artifact for artifact in client.read_artifacts() if artifact.key == PAGE_KEY]
+    assert f"| [{names[0]}](" in str(page.data)
+    listed = CliRunner().invoke(app, ["runs", "list"]).stdout
+    assert [run for run in re.findall(r"run-\w+-\w+", listed) if run in names] == names
+
+
+def test_a_last_row_that_another_process_overwrites_is_written_again(
+    make: Make, client: SyncPrefectClient, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = _begin(make())
+    wait_for(lambda: name in read_page(client)[1], 20, "its row")
+    page, before = read_page(client)
+    read, overwritten = publisher_module.read_page, list[bool]()
+
+    def overwritten_once(api: SyncPrefectClient) -> Any:
+        state = read(api)[1][name].cells["state"]
+        if state == "Completed" and not overwritten:  # by a process that has read the page before
+            overwritten.append(True)
+            metadata = {run: row.model_dump_json() for run, row in before.items()}
+            client.request("PATCH", "/artifacts/{id}", path_params={"id": page}, json={"metadata_": metadata})
+        return read(api)
+
+    monkeypatch.setattr(publisher_module, "read_page", overwritten_once)
+    publisher.end("completed")
+    assert (read(client)[1][name].cells["state"], overwritten) == ("Completed", [True])
 
 
 def test_events_relate_to_what_their_training_belongs_to_and_are_one_however_often_they_are_told(

@@ -19,6 +19,7 @@ from prefect_elastic_train.report.descriptions import describe
 from prefect_elastic_train.report.formats import duration, format_metrics
 from prefect_elastic_train.report.markdown import headline, render, summary_line
 from prefect_elastic_train.report.measurements import METRICS, measure
+from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
 from tests.unit.support import examples
@@ -273,6 +274,67 @@ def test_curves_are_over_the_reports_without_what_was_done_again() -> None:
     for index, loss in enumerate((7, 8), start=5):
         report.add(reported(70, loss=loss).model_copy(update={"index": index}))
     assert report.curves["loss"].points == [(1, 1), (2, 2), (3, 3), (4, 7), (5, 8)]
+
+
+def test_curves_are_drawn_over_steps_where_steps_only_grow_and_over_reports_elsewhere() -> None:
+    def axes(*steps: int) -> str:
+        reports = [reported(30 + n, loss=1 / (n + 1), val_loss=1, step=step) for n, step in enumerate(steps)]
+        report = report_of(started(), group(), *reports)
+        picture = base64.b64decode(draw(report, 60).partition(",")[2]).decode()
+        assert len(re.findall(r"<g id=\"axes_", picture)) == 2, "train and validation in one, and the workers"
+        return "step" if "<!-- step" in picture else "report" if "<!-- report" in picture else ""
+
+    assert axes(100, 200, 300) == "step"
+    assert axes(1, 2, 1, 2) == "report", "steps of an epoch"
+
+
+def test_a_restart_is_a_band_over_what_is_done_again_and_a_checkpoint_has_its_step() -> None:
+    before = [reported(30, step=10), committed(31, "a", step=20), reported(32, step=30), reported(33, step=40)]
+    report = report_of(started(), group(), *before, failed(40), group(70))
+    report.add(reported(75, step=30).model_copy(update={"index": 5}))
+    [failure] = [incident for incident in report.incidents if incident.kind == "failure"]
+    assert (failure.at, failure.until, failure.redone) == (40, 75, (3, 4))
+    assert report.steps.points == [(1, 10), (2, 20), (3, 30)]
+    assert "**step 20** `a`" in render(report, 80)
+
+
+def test_the_card_and_the_report_begin_with_the_failures_by_cause() -> None:
+    causes = [[Cause([1], "ValueError: nan")], [Cause([0], "ValueError: nan")], [Cause([], "out of memory")]]
+    lost = ended(Outcome.DRIVER_LOST, message="killed by SIGKILL")
+    report = report_of(started(), group(), *(failed(60, causes=cause) for cause in causes), lost, started(2, 90))
+    by_cause = "2 × ValueError: nan; 1 × out of memory; 1 × killed by SIGKILL"
+    assert summary_line(report, 100).startswith(f"{by_cause} · Starting")
+    assert f"**Failures:** {by_cause}\n" in render(report, 100)
+
+
+def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_time_left() -> None:
+    def row(name: str, *events: ev.Event, now: float = 100) -> TrainingRow:
+        report = report_of(started(), group(20), *events)
+        report.run_name = name
+        return make_row(report, now, "http://prefect/r")
+
+    pace = [reported(30 + 10 * n, step=n, total_steps=10) for n in range(3)]
+    rows = [
+        row("completed", ended(Outcome.COMPLETED), now=1100),
+        row("trains", *pace, now=1100),
+        row("restarts", failed(60), now=1100),
+        row("failed", ended(Outcome.USER_ERROR), now=1100),
+        row("silent", *pace, now=200),
+    ]
+    ordered = sort_rows(rows, 1101)
+    assert [row.cells["training"] for row in ordered] == ["failed", "silent", "restarts", "trains", "completed"]
+    assert ordered[3].cells == {
+        "training": "trains",
+        "state": "Training: step 2 of 10 (20.0%); about 1.3 min left",
+        "failures": "none",
+        "size": "4",
+        "goodput": ordered[3].cells["goodput"],
+        "cost": "1.20 h",
+        "updated": "01-01 00:18",
+    }
+    page = render_page(ordered, 1101)
+    assert "| [silent](http://prefect/r) | **Training" in page
+    assert "| [trains](http://prefect/r) | Training" in page
 
 
 @pytest.mark.parametrize("count", [MAX_POINTS, MAX_POINTS + 1, 1000, 10_000])
