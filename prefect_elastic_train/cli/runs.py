@@ -248,10 +248,8 @@ def _list_trainings(as_json: bool) -> None:
         rows = sort_rows(read_page(client)[1].values(), time.time())
     if as_json:
         print_json({"trainings": rows})
-    elif rows:
-        print_table(row.cells for row in rows)
     else:
-        print_lines("no trainings in Prefect; name a storage to list its runs")
+        print_table(row.cells for row in rows)
 
 
 def _print_details(details: RunDetails) -> None:

@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
-#: Key of the artifact with all trainings, seconds between two updates of a row, and tries to write the last.
+#: Key of the artifact with all trainings, seconds between two updates of a row, and tries to write it.
 PAGE_KEY = "elastic-trainings"
 _PAGE_SECONDS = 20.0
 _PAGE_TRIES = 5
@@ -240,12 +240,11 @@ class Publisher:
     def _update_page(self, client: SyncPrefectClient, report: RunReport, now: float) -> None:
         """Replace the row of the training on the page of all trainings, which other processes write, too.
 
-        A row that another process overwrites at the same moment comes back at its next update. The last one is
-        written until it is there.
+        The row is written until it is there, since another process may overwrite it at the same moment.
         """
         base = report.flow_run_url.partition("/runs/")[0]
         own = make_row(report, now, base and f"{base}/artifacts/artifact/{self._artifacts.get('markdown')}")
-        for _ in range(_PAGE_TRIES if self._stopping.is_set() else 1):
+        for _ in range(_PAGE_TRIES):
             page, rows = read_page(client)
             if rows.get(report.run_name) == own:
                 return

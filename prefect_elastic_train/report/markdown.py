@@ -15,7 +15,6 @@ from .run_report import (
     PACED,
     POSITIONS,
     TOTALS,
-    Checkpoint,
     Incident,
     RunReport,
     is_link,
@@ -38,12 +37,11 @@ def summary_line(report: RunReport, now: float) -> str:
 
 def render(report: RunReport, now: float, picture: str = "") -> str:
     """Return the report of a run as Markdown, with a picture of it, which is a data URI."""
-    causes = format_causes(report)
     sections = [
         f"## {escape(headline(report))}",
         " · ".join(_facts(report, now)),
         code(report.detail),
-        f"**Failures:** {escape(causes)}" if causes else "",
+        f"**Failures:** {escape(format_causes(report) or 'none')}",
         f"![metrics and workers]({picture})" if picture else "",
         "### What happened",
         "\n".join(map(_incident, reversed(report.incidents))) or "Nothing yet.",
@@ -85,7 +83,8 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    yield format_counts(+Counter(report.restarts)) or "no failures"
+    if tally.resizes:
+        yield format_counts({"resize": tally.resizes})
     if tally.left and report.is_live:
         yield f"failures left: {format_counts(tally.left)}"
     yield f"goodput {tally.account(now).goodput:.1%}"
@@ -121,7 +120,9 @@ def _time(account: TimeAccount) -> str:
 
 def _checkpoints(report: RunReport) -> str:
     lines = [
-        f"- {clock(checkpoint.at)} {_step(checkpoint)}{code(loop_name(checkpoint.name))}"
+        f"- {clock(checkpoint.at)} "
+        + (f"**step {checkpoint.step:,.0f}** " if checkpoint.step else "")
+        + code(loop_name(checkpoint.name))
         + (f", {size(checkpoint.size_bytes)}, by attempt {checkpoint.attempt}" if checkpoint.attempt else "")
         + ("; **best**" if checkpoint is report.best else "")
         + (f"  \n  {metrics}" if (metrics := _metrics(checkpoint.metrics, TOTALS)) else "")
@@ -140,10 +141,6 @@ def _workers(report: RunReport) -> str:
         for rank, usage in sorted(report.usage.items())
     ]
     return table(["rank", "CPU", "memory", "GPU memory"], rows) if rows else ""
-
-
-def _step(checkpoint: Checkpoint) -> str:
-    return f"**step {checkpoint.step:,.0f}** " if checkpoint.step else ""
 
 
 def _locations(report: RunReport) -> str:

@@ -46,7 +46,7 @@ def make_row(report: RunReport, now: float, link: str = "") -> TrainingRow:
         "failures": causes or "none",
         "size": str(report.world_size),
         "goodput": f"{report.tally.account(now).goodput:.0%}",
-        "cost": f"{worker_seconds / 3600:.2f} h",
+        "cost (h)": f"{worker_seconds / 3600:.2f}",
         "updated": clock(now)[5:16],
     }
     rank = _IN_TROUBLE if report.state in ("failed", "timed out") else report.is_live * (1 + bool(causes))

@@ -79,7 +79,7 @@ def _draw_metrics(axes: Axes, title: str, curves: Mapping[str, Curve], report: R
     if len(curves) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=_GRAY)
     _style(axes, title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.set_xlabel("step (triangles: checkpoints)" if has_steps else "report", fontsize=8, color=_GRAY)
 
 

@@ -18,7 +18,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 import zlib
 from contextlib import suppress
 from functools import cache
@@ -32,7 +31,7 @@ _CLAIM = re.compile("@elastic-train [0-9a-f]+ gpu (.+?) ([0-9]+) (.*)")
 #: The same with checksums of the set of CPUs and of the run name, and the number of CPUs.
 _CPU_CLAIM = re.compile("@elastic-train [0-9a-f]+ cpus ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*)")
 _SMI_SECONDS = 20.0
-_LOCK_SECONDS = 2.0
+BUSY = "another local cluster makes its claims"  # a reason to wait that passes at once
 
 
 class DeviceClaims:
@@ -73,7 +72,7 @@ class DeviceClaims:
                 f"{', '.join(gpus)}. Lower min_workers or num_gpus"
             )
         try:
-            with _lock():  # one process at a time reads the claims and makes its own
+            with _bind("lock"):  # one process at a time reads the claims and makes its own
                 names = Path("/proc/net/unix").read_text(errors="replace")
                 claims = _CLAIM.findall(names)
                 users = {uuid: f"training {run!r} (pid {pid})" for uuid, pid, run in claims}
@@ -88,7 +87,7 @@ class DeviceClaims:
                     for name in free[:most]
                 }
         except OSError as error:  # without abstract sockets nothing is claimed
-            return "another local cluster makes its claims" if error.errno == errno.EADDRINUSE else ""
+            return BUSY if error.errno == errno.EADDRINUSE else ""
         return ""
 
     def _claim_cpus(self, spec: DriverSpec, names: str) -> str:
@@ -145,17 +144,6 @@ def usable_cpus() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cpus = min(cpus, math.ceil(int(quota) / int(period)))
     return cpus
-
-
-def _lock() -> socket.socket:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            return _bind("lock")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
 
 
 def _bind(name: str) -> socket.socket:

@@ -31,7 +31,7 @@ from prefect_elastic_train.core.request import (
 )
 from prefect_elastic_train.driver.prestarted import PRESTARTED
 
-from .devices import DeviceClaims
+from .devices import BUSY, DeviceClaims
 from .driver_handle import POLL_SECONDS, ChildDriver, DriverStarter
 from .follower import Follower
 from .guard import kill_marked
@@ -182,14 +182,14 @@ class TrainingProcesses:
         began = time.monotonic()
         logged = ""
         while reason := self._claims.claim(spec):
-            if reason != logged:
+            if reason not in (logged, BUSY):
+                logged = reason
                 needs = {"min_workers": spec.scaling.min_workers, "resources_per_worker": {}}
                 self.follower.on_event(WaitingForCapacity(possible_workers=0, **needs, missing=reason), replayed=False)
             if limit and time.monotonic() - began > limit:
                 raise AttemptFailedError(
                     f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}", outcome=Outcome.TIMED_OUT
                 )
-            logged = reason
             self.wait(POLL_SECONDS)
         self.follower.on_note(self._claims.warning, WARNING)
 

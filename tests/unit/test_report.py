@@ -329,7 +329,7 @@ def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_ti
         "failures": "none",
         "size": "4",
         "goodput": ordered[3].cells["goodput"],
-        "cost": "1.20 h",
+        "cost (h)": "1.20",
         "updated": "01-01 00:18",
     }
     page = render_page(ordered, 1101)
@@ -423,7 +423,7 @@ def test_the_text_is_complete_without_pictures() -> None:
         "**4 workers** · attempt 1",
         "loss=0.0625",
         "last checkpoint 29.0 s ago",
-        "1 worker failure · goodput",
+        "**Failures:** 1 × ValueError: nan",
         "worker failure; the worker group is restarted from checkpoint ckpt-51; reports since then, which are done "
         "again: 3; training again after 15.0 s**"
         "  \n  "
