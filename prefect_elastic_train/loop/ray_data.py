@@ -58,9 +58,11 @@ class ParquetRows(Datasource):  # type: ignore[misc]
             numbers = permute(numbers, len(numbers), *key)
         ends = np.cumsum(self.rows[numbers])
         first = np.searchsorted(ends, row, side="right")
+        chosen = [self._groups[number] for number in numbers[first:]]
         self._tasks = [
-            ReadTask(partial(_read, self._groups[number], self._columns, key), BlockMetadata(None, None, None, None))
-            for number in numbers[first:]
+            # Ray Data takes a dataset without files for empty.
+            ReadTask(partial(_read, group, self._columns, key), BlockMetadata(None, None, [group.path], None))
+            for group in chosen
         ]
         return int(ends[first] - self.rows[numbers[first]])
 

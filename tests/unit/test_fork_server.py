@@ -161,6 +161,7 @@ def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.Monke
 def test_only_workers_without_tpus_and_an_environment_of_their_own_are_forked() -> None:
     assert spec().can_fork
     assert spec(scaling=ScalingSettings(accelerator="gpu")).can_fork
+    assert spec(replace(spec().request, has_datasets=True)).can_fork
     for other in (
         spec(scaling=ScalingSettings(accelerator="tpu")),
         spec(cluster=ClusterSettings(address="10.0.0.1:6379")),
