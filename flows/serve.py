@@ -17,7 +17,7 @@ from flows.chained import pipeline, pipeline_in_one, prepare
 from flows.digits import digits
 from flows.digits_jax import digits_jax
 from flows.evaluate import evaluate
-from flows.mlflow_curve import mlflow_curve
+from flows.tracked import tracked
 from prefect_elastic_train import ConfigurationError
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, STORAGE_TYPES, find_saved, load_saved
 from prefect_elastic_train.cli.common import exit_on_error
@@ -90,7 +90,7 @@ def main(
         digits.to_deployment("digits", cron=cron, parameters=without_policy, tags=tags),
         digits_jax.to_deployment("digits-jax", parameters=without_policy, tags=tags),
         evaluate.to_deployment("digits", tags=tags),
-        mlflow_curve.to_deployment("mlflow-curve", parameters=without_policy, tags=tags),
+        tracked.to_deployment("tracked", parameters=without_policy, tags=tags),
         prepare.to_deployment("digits", tags=tags),
         pipeline.to_deployment("digits", tags=tags),
         pipeline_in_one.to_deployment("digits", parameters=without_policy, tags=tags),

@@ -285,7 +285,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 world_size=world_size,
             )
         )
-        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, rank_zero.get("step", 0))
+        step = rank_zero.get("step", 0)
+        uri = f"{state.settings.context.run_uri}/{newest.checkpoint}"
+        reports = query_workers(self._workers, collect_commit_report, _REPORT_QUERY_SECONDS, step, uri)
         waits = (report.waits for report in reports.values())
         self._publish_waits("ranks", max(waits, key=lambda waited: waited.seconds, default=Waits()))
         stalled = round(max((report.stalled for report in reports.values()), default=0.0), 2)

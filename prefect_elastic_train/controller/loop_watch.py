@@ -16,7 +16,7 @@ from typing import Any
 from ray.train import WorkerGroupError
 
 from prefect_elastic_train.core.causes import format_ranks
-from prefect_elastic_train.core.events import FirstStep, LoopWarned, Publish
+from prefect_elastic_train.core.events import FirstStep, LoopWarned, Publish, TrackersOpened
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.loop.restart_notice import announce_end
 from prefect_elastic_train.worker.loop_inspection import current_line, has_opened_checkpoint, thread_stacks
@@ -57,6 +57,7 @@ class LoopWatch:
     has_stepped = False
     _has_saved = False
     _workers: Sequence[Any] = ()
+    _tracked: Sequence[Any] = ()
 
     def __init__(self, settings: FailureSettings, publish: Publish) -> None:
         self._settings = settings
@@ -146,7 +147,10 @@ class LoopWatch:
             raise hang_error(f"no report for {limit:g} s", stacks, ranks, len(ranks))
 
     def _update_step(self, statuses: Sequence[Any]) -> None:
-        """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it."""
+        """Update the optimizer step of the session from a poll. Publish the first step once all ranks have begun it.
+
+        Also publish the training's runs in trackers.
+        """
         positions = [status.position for status in statuses if getattr(status, "position", None)]
         if positions and len(positions) == len(statuses) and not self.has_stepped:
             self.has_stepped = True
@@ -155,6 +159,10 @@ class LoopWatch:
             age = min(position.age for position in positions)
             self._publish(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(position.done for position in positions)])
+        tracked = [run for position in positions for run in position.tracked]
+        if tracked and tracked != self._tracked:
+            self._tracked = tracked
+            self._publish(TrackersOpened(runs=tracked))
 
     def _check_restored(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> None:
         """Decide once for a worker group if its loop has restored the checkpoint, and publish a warning if it has not.

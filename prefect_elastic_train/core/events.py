@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, computed_field
 
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
+
 from .causes import Cause
 from .outcomes import Outcome
 from .size_limits import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, size_of, truncate
@@ -148,6 +150,12 @@ class SavesPlanned(Event):
     """The interval between checkpoints changed; ``plan`` has the interval and its reason as text."""
 
     plan: str
+
+
+class TrackersOpened(Event):
+    """The session sends the metrics of its steps to the runs ``runs`` in trackers."""
+
+    runs: list[TrackedRun]
 
 
 class StallTimeoutLearned(Event):
@@ -303,7 +311,15 @@ DROPPABLE = (ControllerAlive, Reported, RanksMeasured)
 Publish = Callable[[Event], None]
 
 #: Events of training without incidents.
-ROUTINE = (*DROPPABLE, CheckpointCommitted, CheckpointStalled, SavesPlanned, StallTimeoutLearned, StandbysParked)
+ROUTINE = (
+    *DROPPABLE,
+    CheckpointCommitted,
+    CheckpointStalled,
+    SavesPlanned,
+    StallTimeoutLearned,
+    StandbysParked,
+    TrackersOpened,
+)
 
 
 def encode_event(event: Event) -> str:

@@ -23,6 +23,8 @@ from .context import RunContext, run_context, use_run_context
 from .restart_notice import resize_requested
 
 if TYPE_CHECKING:
+    from prefect_elastic_train.trackers.tracker import Tracker
+
     from .batches import Mixture
     from .cadence import Cadence
     from .jax_state import JaxState
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from .ray_data import read_parquet
     from .state import ArrayState, StateMismatchError
     from .torch_state import TorchState
+    from .tracking import track
     from .training_session import LoopError, Session, read_about, session
 
 __all__ = [
@@ -47,17 +50,19 @@ __all__ = [
     "StateMismatchError",
     "StepBatches",
     "TorchState",
+    "Tracker",
     "permute",
     "read_about",
     "read_parquet",
     "resize_requested",
     "run_context",
     "session",
+    "track",
     "use_run_context",
 ]
 
 #: Modules of the names that are imported on first use. They import numpy; the last ones torch, JAX or Ray Data.
-_MODULES = ("order", "batches", "cadence", "state", "numeric_guard", "training_session")
+_MODULES = ("order", "batches", "cadence", "state", "numeric_guard", "training_session", "tracking")
 _LIBRARY_MODULES = {"JaxState": ("jax_state",), "TorchState": ("torch_state",), "read_parquet": ("ray_data",)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class RunContext:
 #: Module state: a loop calls :func:`run_context` without arguments, and a worker process runs one training. It is set
 #: before the loop begins.
 current: RunContext | None = None
+
+
+def of_worker(train: Any) -> RunContext:
+    """Return the run context of a worker with this Ray Train context, if any; under plain Ray Train, only names."""
+    experiment = train.get_experiment_name() if train else ""
+    return current or RunContext(experiment, experiment, 1, "", "")
 
 
 def run_context() -> RunContext:

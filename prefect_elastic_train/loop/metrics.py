@@ -2,10 +2,9 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
-import numpy as np
+from prefect_elastic_train.trackers.tracker import scalar
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +50,10 @@ class StepMetrics:
 
     def _accumulate(self, name: str, value: Any) -> tuple[Any, int]:
         """Return the new sum or last value of a metric, and its count; the count is 0 if it is not a number."""
-        with suppress(Exception):  # not an array with a single element
-            value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
-        if not hasattr(value, "__float__") or isinstance(value, bool) or np.ndim(value):
+        number = scalar(value)
+        if number is None:
             return value, 0
-        if hasattr(value, "detach"):
-            value = value.detach()
+        value = number
         if getattr(value, "itemsize", 8) < 4:  # half precision cannot hold the sum of many values
             value = value.float() if hasattr(value, "float") else value.astype("float32")
         total, count = self._values.get(name, (0.0, 0)) if name in self._means else (0.0, 0)

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from prefect_elastic_train.trackers.tracker import Tracker
+
 from . import context as run
 from .batches import length_of, load
 from .cadence import Cadence
@@ -118,6 +120,7 @@ class Session(AbstractContextManager["Session"]):
             :attr:`is_last_part`. 0: no replays.
         guard: The :class:`Guard` against losses and weights that are not finite numbers, and loss spikes. None: nothing
             is checked.
+        tracker: The trackers to which the metrics of each step are sent, made by :func:`loop.track`. None: no trackers.
 
     Attributes:
         done: Optimizer steps that are done, by all worker groups of the run.
@@ -137,6 +140,7 @@ class Session(AbstractContextManager["Session"]):
         cadence: The :class:`Cadence` that decides when to save.
         recovery_points: The :class:`RecoveryPoints` of this rank.
         phases: The :class:`Phases` of this rank's loop.
+        tracker: The :class:`Tracker` that was given.
 
     Raises:
         ValueError: An argument is out of range.
@@ -189,6 +193,7 @@ class Session(AbstractContextManager["Session"]):
         recovery_points: int | str = "off",
         replay_every: int = 0,
         guard: Guard | None = None,
+        tracker: Tracker | None = None,
     ) -> None:
         global current
         if steps < 1:
@@ -202,8 +207,7 @@ class Session(AbstractContextManager["Session"]):
         self._ray = train and import_module("ray.train")
         self.rank = train.get_world_rank() if train else 0
         self.world_size = train.get_world_size() if train else 1
-        experiment = train.get_experiment_name() if train else ""
-        context = run.current or run.RunContext(experiment, experiment, 1, "", "")
+        context = run.of_worker(train)
         self._guard = guard and GuardedSteps(guard, state)
         self._skipped = context.skipped_steps
         # The name is the id in a checkpoint that was written under plain Ray Train.
@@ -229,6 +233,9 @@ class Session(AbstractContextManager["Session"]):
         self._order = SampleOrder(MAX_LENGTH, self._global_batch)  # until `batches` knows the dataset
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
+        self.tracker = tracker or Tracker([], {})
+        if run.current and self._can_save:
+            self.tracker.committed = 0
         self._ledger = Ledger()
         self._step_samples: list[Indices] = []  # samples of the current step
         self._writing = threading.Lock()  # locked until a checkpoint is uploaded
@@ -242,7 +249,7 @@ class Session(AbstractContextManager["Session"]):
             self._restore_point(states)
         elif checkpoint:
             self._restore(checkpoint)
-            self.committed = self.done
+            self.committed = self.tracker.committed = self.done
         self.began_from = self.done
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
@@ -305,6 +312,13 @@ class Session(AbstractContextManager["Session"]):
             self._open_step(None, save=self.done > self._saved)
             self._close_step(at_end=True)
         self.phases.begin("")
+        if error is None:
+            self.tracker.close(self._wait_for_commit)
+
+    def _wait_for_commit(self) -> None:
+        """Wait until the last checkpoint is committed."""
+        if self._can_save:
+            self._ray.get_all_reported_checkpoints(self._ray.CheckpointConsistencyMode.COMMITTED)
 
     @property
     def epoch(self) -> int:
@@ -513,6 +527,7 @@ class Session(AbstractContextManager["Session"]):
     def _open_step(self, metrics: dict[str, Any] | None, save: bool) -> None:
         """Add metrics to the last step, and mark the step as not yet saved or reported; ``save``: it must be saved."""
         has_score = self._metrics.add(metrics or {}, self.done)
+        self.tracker.log(self.done, metrics or {})
         self._is_open = True
         is_required = save or (has_score and self._save_scored)
         self._is_required |= is_required
@@ -590,7 +605,7 @@ class Session(AbstractContextManager["Session"]):
         folder = ScratchFolder()
         write_state = self._state.stage(folder.path)
         random = json.dumps(random_state(), default=lambda array: array.tolist())
-        rank_arrays = {"random": np.array(random.encode()), **self._ledger.flush(self.done)}
+        rank_arrays = {"random": np.array(random.encode()), **self._ledger.flush(self.done), **self.tracker.points()}
         about = self._describe()
         staged_at = time.monotonic()
         written = threading.Event()
@@ -634,7 +649,8 @@ class Session(AbstractContextManager["Session"]):
     def _capture(self) -> RankState:
         """Return this rank's state for a recovery point."""
         description, arrays = self._state.capture()
-        values = (self._ledger.seen, self._describe(), self._is_required, random_state(), self._metrics)
+        points = self.tracker.points()
+        values = (self._ledger.seen, self._describe(), self._is_required, random_state(), self._metrics, points)
         return (values, description), arrays
 
     def _restore_point(self, states: list[StateReader]) -> None:
@@ -644,7 +660,8 @@ class Session(AbstractContextManager["Session"]):
         read = [(*state.description(), state) for state in chosen]
         index_of_rank = self.rank % len(chosen)
         self._state.restore([state[1:] for state in read], index_of_rank)
-        _, about, self._is_required, random, self._metrics = read[index_of_rank][0]
+        _, about, self._is_required, random, self._metrics, points = read[index_of_rank][0]
+        self.tracker.restore(points)
         self._adopt(about)
         if is_same_size:
             restore_random_state(random)
@@ -696,6 +713,8 @@ class Session(AbstractContextManager["Session"]):
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
                     if self._about is about:  # a checkpoint of this run
                         self._ledger.continue_from([arrays["total"], *arrays["steps"]])
+                        if rank == 0:
+                            self.tracker.restore(arrays)
                     if about["world_size"] == self.world_size:
                         restore_random_state(json.loads(arrays["random"].item()))
 

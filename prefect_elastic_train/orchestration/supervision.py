@@ -33,12 +33,14 @@ from prefect_elastic_train.core.outcomes import (
 )
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import MAX_RESTART_DELAY_SECONDS, RESTART_JITTER
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
 from prefect_elastic_train.core.version import untested_ray
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.training_processes import TrainingProcesses
+from prefect_elastic_train.trackers.tracked_run import mark_ended
 
 from .arguments import driver_spec
 from .flow_run_state import (
@@ -59,6 +61,7 @@ from .training_result import TrainingResult
 
 #: Time limit for the signal of a runner whose flow run is cancelling.
 _SIGNAL_SECONDS = RUNNER_GRACE_SECONDS + 10
+_MARK_SECONDS = 10.0  # for the marks in trackers
 
 
 class Stop(BaseException):
@@ -112,6 +115,13 @@ class TrainingState(enum.Enum):
 #: States in which the training owns its processes.
 _OPEN_STATES = (TrainingState.RUNNING, TrainingState.WAITING, TrainingState.DETACHING)
 
+
+#: Final states that are marked in trackers. The loop marks a completed training.
+_TRACKER_MARKS = {
+    TrainingState.FAILED: "FAILED",
+    TrainingState.TIMED_OUT: "FAILED",
+    TrainingState.CANCELLED: "KILLED",
+}
 
 #: Reasons for final states that an error does not explain.
 _REASONS = {
@@ -239,6 +249,8 @@ class Training(Follower):
             self._watch.close()
             self._processes.close()
         finally:  # also if a runner's signal interrupts the closing
+            if mark := _TRACKER_MARKS.get(state):
+                start_thread(mark_ended, self._publisher.report.tracked, mark, self._log.note).join(_MARK_SECONDS)
             self._publisher.end(
                 state.value, reason, is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
             )

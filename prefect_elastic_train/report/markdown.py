@@ -151,6 +151,7 @@ def _locations(report: RunReport) -> str:
         "started from": report.started_from,
         "errors and stacks of the last failure": report.details,
         "Ray dashboard": report.dashboard_url,
+        **{f"run in {run.kind}": run.link for run in report.tracked},
         **report.links,
     }
     return "\n".join(

@@ -18,6 +18,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import age_of
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.scores import score_of
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 
 from .accounts import Tally
 from .descriptions import describe, describe_wait
@@ -143,6 +144,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     driver_restarts: int = 0
     reports: int = 0
     metrics: dict[str, Any] = {}
+    tracked: list[TrackedRun] = []  # the training's run in each tracker
     links: dict[str, str] = {}  # metrics that are URLs, such as the page of a tracker's run
     progress: Progress | None = None
     #: Time and numbers of the first report since the last restart.
@@ -216,6 +218,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                 self.usage = event.usage
             case ev.SavesPlanned():
                 self.saves = event.plan[:_MAX_TEXT]
+            case ev.TrackersOpened():
+                self.tracked = event.runs
             case ev.StallTimeoutLearned():
                 self.stall_timeout = event.limit
             case ev.LoopWarned() | ev.NodesLeftOut() | ev.StragglerFound():

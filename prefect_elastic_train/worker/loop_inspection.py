@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from prefect_elastic_train.core.events import RankUsage
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS, Cadence
 from prefect_elastic_train.loop.restart_notice import train_context
 from prefect_elastic_train.storage.retries import Waits, collect_waits
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 
 #: Files that are not the user's code.
 _LIBRARIES = r"<frozen |/lib/python[^-]*\.py|-packages/(ray|torch|jax|lightning|transformers)/|/prefect_elastic_train/"
@@ -55,6 +57,7 @@ class Position(NamedTuple):
         most_workers: Number of workers for which a step of the session has samples.
         has_recovery_points: True if it makes recovery points, or will once there is memory.
         held_for: Number of the announced growth for which it waits, with all its work in memory; 0: none.
+        tracked: The training's run in each tracker; empty on ranks other than 0.
     """
 
     age: float
@@ -63,6 +66,7 @@ class Position(NamedTuple):
     most_workers: int
     has_recovery_points: bool
     held_for: int
+    tracked: Sequence[TrackedRun] = ()
 
 
 class CommitReport(NamedTuple):
@@ -90,15 +94,17 @@ def has_opened_checkpoint() -> bool:
     return state.opened
 
 
-def collect_commit_report(step: int) -> CommitReport:
+def collect_commit_report(step: int, checkpoint_uri: str) -> CommitReport:
     """Return this worker's storage waits and stalls since the last commit, and its save plan. Reset the counters.
 
     Args:
         step: Optimizer steps of the session in the new commit.
+        checkpoint_uri: URI of the new checkpoint.
     """
     save_plan = ""
     if session := _session():
         session.committed = step
+        session.tracker.commit(step, checkpoint_uri)
         save_plan = _take_changed_save_plan(session.cadence)
     stalled = state.stalled
     state.stalled = 0.0
@@ -128,6 +134,7 @@ def session_position() -> Position | None:
         session.most_workers,
         session.recovery_points.memory is not None,
         session.held_for,
+        [*session.tracker.runs.values()],
     )
 
 

@@ -381,3 +381,20 @@ def evaluating_loop(config: dict[str, Any]) -> None:
             if session.done % 10 == 0:
                 _disturb(config, where, session.done)
                 session.save({"val_loss": score_of(float(state.weights))})
+
+
+def tracked_loop(config: dict[str, Any]) -> None:
+    """Take steps whose loss differs each time that they are taken, and show them in trackers.
+
+    Config: ``steps``; ``save_every``; ``sleep`` (seconds a step); ``trackers`` (arguments of ``loop.track``);
+    ``ledger`` (file).
+    """
+    tracker = loop.track(**config["trackers"])
+    state = loop.ArrayState(weights=np.zeros(1))
+    plan = {"steps": config["steps"], "global_batch": 4, "save_every": config["save_every"]}
+    with loop.session(state, tracker=tracker, **plan) as session:
+        for _ in session.batches(np.arange(64)):
+            time.sleep(config["sleep"])
+            loss = time.time()
+            write_ledger(config["ledger"], rank=0, step=session.done + 1, loss=loss)
+            session.step({"loss": loss})

@@ -11,6 +11,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.size_limits import MAX_EVENT_BYTES
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 
 #: A value of each type that an event's fields have, none of them a default.
 VALUES = {
@@ -21,6 +22,7 @@ VALUES = {
     bool: True,
     Outcome: Outcome.USER_ERROR,
     list[str]: ["repaired\nthis"],
+    list[TrackedRun]: [TrackedRun("mlflow", {"run_id": "a"}, {"tracking_uri": "/runs"}, "https://tracker")],
     list[Cause]: [Cause([0, 1], "x")],
     dict[str, int]: {"10.0.0.1:77": 1},
     dict[str, float]: {"GPU": 0.5},

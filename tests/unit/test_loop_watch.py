@@ -284,7 +284,7 @@ def test_a_rank_in_a_collective_is_told_apart_from_one_that_is_elsewhere(
 
 def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
     def plan():
-        return loop_inspection.collect_commit_report(0).save_plan
+        return loop_inspection.collect_commit_report(0, "").save_plan
 
     loop_inspection.state.interval = 0.0
     with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1) as session:

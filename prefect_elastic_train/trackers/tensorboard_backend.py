@@ -1,0 +1,36 @@
+"""A training's run in TensorBoard: a folder with the event files of its processes."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .tracked_run import Row
+
+
+class Backend:
+    """A run in TensorBoard, which has no parameters, marks or references. See :attr:`TrackedRun.backend`."""
+
+    def __init__(self, ids: Mapping[str, str], parameters: Mapping[str, Any], log_dir: str) -> None:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.link = f"{log_dir}/{ids['run_name']}-{ids['run_id'][:8]}"
+        self.last = defaultdict[str, int](int)
+        for file in Path(self.link).glob("*tfevents*"):
+            for event in EventFileLoader(str(file)).Load():
+                for value in event.summary.value:
+                    self.last[value.tag] = max(self.last[value.tag], event.step)
+        self._writer = EventFileWriter(self.link)
+
+    def log(self, rows: Sequence[Row], checkpoint: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for step, at, metrics in rows:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def finish(self, status: str, checkpoint: str) -> None:
+        self._writer.close()

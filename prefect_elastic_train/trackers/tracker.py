@@ -1,0 +1,165 @@
+"""The metrics of a training for its trackers: sent in the background, each step once, after its commit."""
+
+import logging
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .tracked_run import Row, TrackedRun
+
+logger = logging.getLogger(__name__)
+
+#: Shortest time for which sent points stay in checkpoints: W&B writes to its files and its server every 15 s.
+_KEEP_SECONDS = 60.0
+_CLOSE_SECONDS = 60.0  # time limit of each tracker at the end
+_PAUSE_SECONDS = 1.0  # between two attempts to send; doubled after each error, up to:
+_MAX_PAUSE_SECONDS = 16.0
+
+
+def scalar(value: Any) -> Any:
+    """Return a copy of a number, or of a tensor or array with one element; None for other values.
+
+    A tensor stays on its device.
+    """
+    with suppress(Exception):  # not an array with a single element
+        value = value.reshape(()) + 0  # a copy, since the loop may overwrite its own
+    if not hasattr(value, "__float__") or isinstance(value, bool) or np.ndim(value):
+        return None
+    return value.detach() if hasattr(value, "detach") else value
+
+
+class Tracker:
+    """Sends the metrics of each step to trackers, from rank 0. Made by :func:`loop.track`.
+
+    With a session, pass it as ``loop.session(..., tracker=tracker)``. The session logs the metrics of each
+    ``session.step``, and steps are sent after their commit. Without one, call :meth:`log` and :meth:`close` on all
+    ranks: steps are sent at once, and one that is done again after a restart keeps its first value.
+
+    Args:
+        runs: The run in each tracker; none on ranks other than 0.
+        parameters: Parameters of the training.
+
+    Attributes:
+        runs: The run in each tracker, with its link once it is known, by kind.
+        committed: Steps up to this one may be sent.
+        checkpoint: URI of the newest committed checkpoint; empty: unknown.
+    """
+
+    committed = math.inf
+    checkpoint = ""
+    _wait_for_commit: Callable[[], object] | None = None  # set at the end
+
+    def __init__(self, runs: list[TrackedRun], parameters: Mapping[str, Any]) -> None:
+        self.runs = {run.kind: run for run in runs}
+        self._parameters = parameters
+        self._fresh = deque[tuple[int, float, str, Any]]()  # points whose values may be on a device
+        self._names: dict[str, int] = {}
+        self._points = np.empty((0, 4))  # columns: step, time in seconds since the epoch, index of the name, value
+        self._sent = dict.fromkeys(self.runs, 0)  # last step that was sent to each tracker
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._senders = [threading.Thread(target=self._send, args=(run,), daemon=True, name=run.kind) for run in runs]
+        for sender in self._senders:
+            sender.start()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics of a step, without waiting for a tracker or a device.
+
+        Numbers may be tensors or arrays with one element. Other values are left out.
+        """
+        if self.runs:
+            at = time.time()
+            self._fresh.extend((step, at, name, scalar(value)) for name, value in metrics.items())
+
+    def points(self) -> dict[str, Any]:
+        """Return the points that a restart may have to send, as arrays for a checkpoint or a recovery point."""
+        with self._lock:
+            fresh = []
+            while self._fresh:
+                step, at, name, value = self._fresh.popleft()
+                if value is not None:
+                    fresh.append((step, at, self._names.setdefault(name, len(self._names)), float(value)))
+            points = np.concatenate([self._points, np.reshape(fresh, (-1, 4))])
+            is_unsent = points[:, 0] >= min(self._sent.values(), default=0)
+            self._points = points[is_unsent | (points[:, 1] > time.time() - _KEEP_SECONDS)]
+            return {"tracked_names": np.array([*self._names]), "tracked_points": self._points}
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """Continue with the points of a checkpoint or a recovery point of this run, if it has any."""
+        if "tracked_points" in arrays:
+            with self._lock:
+                self._names = {name: index for index, name in enumerate(arrays["tracked_names"].tolist())}
+                self._points = arrays["tracked_points"]
+
+    def commit(self, step: int, checkpoint: str) -> None:
+        """Let the points up to this step be sent. ``checkpoint``: URI of the checkpoint that contains the step."""
+        self.checkpoint = checkpoint
+        self.committed = step
+        self._wake.set()
+
+    def close(self, wait_for_commit: Callable[[], object] = bool) -> None:
+        """Send the remaining points, and mark the runs as finished.
+
+        Wait for at most 60 s for each tracker. If it has not got all steps by then, log a warning with their number.
+
+        Args:
+            wait_for_commit: Function that returns when all steps are committed. Default: one that returns at once.
+        """
+        self._wait_for_commit = wait_for_commit
+        self._wake.set()
+        for sender in self._senders:
+            sender.join(_CLOSE_SECONDS)
+            if sender.is_alive():
+                unsent = len(self._rows(self._sent[sender.name] + 1, defaultdict(int)))
+                logger.warning("%s did not answer for %g s: it lacks %d steps", sender.name, _CLOSE_SECONDS, unsent)
+
+    def _rows(self, first: int, last: defaultdict[str, int]) -> list[Row]:
+        """Return the committed steps from ``first`` on, and of each only metrics after their ``last`` step."""
+        points = self.points()["tracked_points"]
+        names = [*self._names]
+        rows: dict[float, Row] = {}
+        for step, at, index, value in points[(points[:, 0] >= first) & (points[:, 0] <= self.committed)].tolist():
+            if step > last[names[int(index)]]:
+                rows.setdefault(step, (int(step), at, {}))[2][names[int(index)]] = value
+        return [*rows.values()]
+
+    def _send(self, run: TrackedRun) -> None:
+        """Send to a tracker what may be sent, until the end.
+
+        After an error, query the last steps again, since the request may have been carried out.
+        """
+        backend = None
+        pause = _PAUSE_SECONDS
+        while True:
+            wait_for_commit = self._wait_for_commit
+            try:
+                if wait_for_commit:
+                    wait_for_commit()
+                    self.committed = math.inf
+                backend = backend or run.connect(self._parameters)
+                self.runs[run.kind] = replace(run, link=backend.link)
+                if rows := self._rows(self._sent[run.kind], backend.last):
+                    backend.log(rows, self.checkpoint)
+                    for step, _, metrics in rows:
+                        backend.last.update(dict.fromkeys(metrics, step))
+                        self._sent[run.kind] = step
+                if pause > _PAUSE_SECONDS:
+                    logger.warning("%s answers again, and has got what it had missed", run.kind)
+                    pause = _PAUSE_SECONDS
+                if wait_for_commit:
+                    backend.finish("FINISHED", self.checkpoint)
+                    return
+            except Exception as error:  # noqa: BLE001 - whatever the tracker raises
+                backend = None
+                if pause == _PAUSE_SECONDS:
+                    logger.warning("%s does not answer: %s. Training goes on, and sends later", run.kind, error)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+            self._wake.wait(pause)
+            self._wake.clear()
