@@ -312,7 +312,8 @@ class Session(AbstractContextManager["Session"]):
             self._open_step(None, save=self.done > self._saved)
             self._close_step(at_end=True)
         self.phases.begin("")
-        if error is None:
+        if error is None and self.tracker.runs:
+            self._writing.acquire(timeout=_WRITE_SECONDS)  # the last upload has no part in the time limit of trackers
             self.tracker.close(self._wait_for_commit)
 
     def _wait_for_commit(self) -> None:

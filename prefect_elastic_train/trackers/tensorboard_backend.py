@@ -17,10 +17,9 @@ class Backend:
 
         self.link = f"{log_dir}/{ids['run_name']}-{ids['run_id'][:8]}"
         self.last = defaultdict[str, int](int)
-        for file in Path(self.link).glob("*tfevents*"):
+        for file in sorted(Path(self.link).glob("*tfevents*")):  # their names begin with the time
             for event in EventFileLoader(str(file)).Load():
-                for value in event.summary.value:
-                    self.last[value.tag] = max(self.last[value.tag], event.step)
+                self.last.update({value.tag: event.step for value in event.summary.value})
         self._writer = EventFileWriter(self.link)
 
     def log(self, rows: Sequence[Row], checkpoint: str) -> None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: Shortest time for which sent points stay in checkpoints: W&B writes to its files and its server every 15 s.
 _KEEP_SECONDS = 60.0
-_CLOSE_SECONDS = 60.0  # time limit of each tracker at the end
+_CLOSE_SECONDS = 30.0  # time limit of each tracker at the end
 _PAUSE_SECONDS = 1.0  # between two attempts to send; doubled after each error, up to:
 _MAX_PAUSE_SECONDS = 16.0
 
@@ -80,6 +80,8 @@ class Tracker:
 
     def points(self) -> dict[str, Any]:
         """Return the points that a restart may have to send, as arrays for a checkpoint or a recovery point."""
+        if not self.runs:
+            return {}
         with self._lock:
             fresh = []
             while self._fresh:
@@ -87,7 +89,7 @@ class Tracker:
                 if value is not None:
                     fresh.append((step, at, self._names.setdefault(name, len(self._names)), float(value)))
             points = np.concatenate([self._points, np.reshape(fresh, (-1, 4))])
-            is_unsent = points[:, 0] >= min(self._sent.values(), default=0)
+            is_unsent = points[:, 0] >= min(self._sent.values())
             self._points = points[is_unsent | (points[:, 1] > time.time() - _KEEP_SECONDS)]
             return {"tracked_names": np.array([*self._names]), "tracked_points": self._points}
 
@@ -107,7 +109,7 @@ class Tracker:
     def close(self, wait_for_commit: Callable[[], object] = bool) -> None:
         """Send the remaining points, and mark the runs as finished.
 
-        Wait for at most 60 s for each tracker. If it has not got all steps by then, log a warning with their number.
+        Wait for at most 30 s for each tracker. If it has not got all steps by then, log a warning with their number.
 
         Args:
             wait_for_commit: Function that returns when all steps are committed. Default: one that returns at once.
