@@ -36,6 +36,7 @@ from prefect_elastic_train.core.events import FirstStep
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.loop.phases import PhaseReport
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 from prefect_elastic_train.worker import loop_inspection
 from prefect_elastic_train.worker.rank_failures import portable_failure
 from prefect_elastic_train.worker.train_worker import RayTrainWorker
@@ -418,6 +419,16 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
     watched.watch.begin_group(["in loop.py"], "", {})
     assert watched.watch.step == 0  # the next group's session has begun no step
     assert watched.watch.most_workers == 64  # and has the same samples
+
+
+def test_the_runs_in_trackers_are_published_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    run = TrackedRun("mlflow", {}, {})
+    linked = TrackedRun("mlflow", {}, {}, "https://mlflow/run")
+    for tracked in ([], [run], [run], [linked], [linked]):
+        ranks = [loop_inspection.Position(0.1, 0, 1, 64, False, 0, tracked), None]
+        watched.watch.check([_status(position=position) for position in ranks])
+    assert [event.runs for event in watched.events] == [[run], [linked]]
 
 
 def test_looking_at_the_loop_leaves_the_garbage_collector_out_of_it_and_as_it_was(

@@ -22,6 +22,7 @@ from prefect_elastic_train.report.measurements import METRICS, measure
 from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 from tests.unit.support import examples
 from tests.unit.test_events import EVENTS
 
@@ -564,3 +565,9 @@ def test_each_kind_of_event_is_described_or_is_not_for_users() -> None:
     described = {event.kind for event in EVENTS if describe(event)}
     silent = {"controller_alive", "checkpoint_stalled", "first_step", "reported", "run_recalled", "state_changed"}
     assert described == {event.kind for event in EVENTS} - silent - {"ranks_measured"}
+
+
+def test_the_report_links_to_the_runs_in_trackers() -> None:
+    runs = [TrackedRun("mlflow", {}, {}, "https://mlflow/run"), TrackedRun("tensorboard", {}, {}, "/runs/tensorboard")]
+    text = render(report_of(started(), ev.TrackersOpened(runs=runs)), 10)
+    assert "- run in mlflow <https://mlflow/run>\n- run in tensorboard `/runs/tensorboard`" in text
