@@ -27,13 +27,12 @@ def train_loop(config: dict[str, Any]) -> None:
     """
     import numpy as np
 
-    weights = np.zeros(4)
     tracker = loop.track(**config["trackers"], parameters={"learning_rate": config["learning_rate"]})
-    state = loop.ArrayState(weights=weights)
+    state = loop.ArrayState(weights=np.zeros(4))
     with loop.session(state, steps=config["steps"], global_batch=32, tracker=tracker) as session:
         for inputs in session.batches(np.random.default_rng(0).standard_normal((1024, 4))):
-            errors = inputs @ weights - inputs.sum(axis=1)
-            weights -= config["learning_rate"] * inputs.T @ errors / len(errors)
+            errors = inputs @ state.weights - inputs.sum(axis=1)
+            state.weights = state.weights - config["learning_rate"] * inputs.T @ errors / len(errors)
             session.step({"loss": float((errors**2).mean())})
 
 
