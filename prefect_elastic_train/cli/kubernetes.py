@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import FailureSettings, KubeRaySettings, ScalingSettings
@@ -13,6 +13,14 @@ from .common import exit_on_error, option, print_lines
 from .running import WRONG_USAGE, ConfigFiles, loop_config
 
 app = typer.Typer(no_args_is_help=True)
+
+
+class _Tables(BaseModel, extra="forbid"):
+    """Values that replace those of blocks."""
+
+    scaling: dict[str, Any] = {}
+    failures: dict[str, Any] = {}
+    kuberay: dict[str, Any] = {}
 
 
 @app.callback()
@@ -25,7 +33,6 @@ def render_manifests(
     output: Annotated[Path, typer.Argument(help="Directory for the files. Files of these names are replaced.")],
     image: Annotated[str, option("Container image of all pods.", "IMAGE")],
     namespace: Annotated[str, option("Namespace of all objects.", "NAMESPACE")] = "default",
-    name: Annotated[str, option("Name of the cluster and of the work pool.", "NAME")] = "training",
     profile: Annotated[
         str, option("Name of saved blocks: ElasticScaling and FailureBudget. Others: from the settings.", "NAME")
     ] = "",
@@ -48,21 +55,17 @@ def render_manifests(
         from prefect_elastic_train.kubernetes.manifests import render
 
         blocks = chosen_blocks({}, profile)
-        tables: dict[str, Any] = {"scaling": {}, "failures": {}, "kuberay": {}}
-        known = set(tables)
-        tables |= loop_config(config or [], values or [])
-        if unknown := set(tables) - known:
-            raise ConfigurationError(f"{min(unknown)} is unknown: tables are {', '.join(sorted(known))}")
         try:
+            tables = _Tables(**loop_config(config or [], values or []))
             texts = render(
-                ScalingSettings(**dict(blocks.scaling.plain()) | tables["scaling"]),
-                FailureSettings(**dict(blocks.failures.plain()) | tables["failures"]),
-                KubeRaySettings(**{"image": image, "namespace": namespace, "name": name} | tables["kuberay"]),
+                ScalingSettings(**dict(blocks.scaling.plain()) | tables.scaling),
+                FailureSettings(**dict(blocks.failures.plain()) | tables.failures),
+                KubeRaySettings(**{"image": image, "namespace": namespace} | tables.kuberay),
                 command,
             )
         except ValidationError as error:
             raise ConfigurationError(str(error)) from error
         output.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            (output / file).write_text(text, encoding="utf-8")
+            (output / file).write_text(text)
             print_lines(str(output / file))

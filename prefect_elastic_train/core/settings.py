@@ -223,6 +223,7 @@ _JOINED = re.compile(f"{_HOST}{_PORT}")
 _DASHBOARD = re.compile(rf"https?://{_HOST}({_PORT})?(/[^?#@]*)?")
 #: The prefix that ``address`` must have if a field is set, by field; empty: ``address`` must be empty.
 _SCHEMES = {
+    "kuberay": "",
     "num_cpus": "",
     "num_gpus": "",
     "driver_resources": "http",
@@ -242,13 +243,13 @@ def _address(value: str) -> str:
     return value.rstrip("/")
 
 
-_Quantity = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?([kMGT]i?)?$")]
+_Word = Annotated[str, StringConstraints(pattern=r'^[^\s"$]+$')]
 
 
 class KubeRaySettings(SettingsModel):
     """The pods of a Ray cluster on Kubernetes. See :class:`RayCluster`."""
 
-    image: Annotated[str, StringConstraints(pattern=r'^[^\s"$]+$')]
+    image: _Word
     """Container image of head, workers and flow runs, with this package and what the train loop imports."""
     namespace: Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")] = "default"
     """Namespace of all objects."""
@@ -260,12 +261,12 @@ class KubeRaySettings(SettingsModel):
     """Labels that a worker's Kubernetes node must have, such as {"cloud.google.com/gke-accelerator": "nvidia-l4"}."""
     cpu: int = Field(0, ge=0, title="CPUs")
     """CPUs of a worker's pod. 0: those that its workers reserve."""
-    memory: _Quantity = "8Gi"
+    memory: _Word = "8Gi"
     """Memory of a worker's pod."""
-    head_cpu: _Quantity = Field("2", title="Head CPUs")
-    """CPUs of the head's pod, where drivers run."""
-    head_memory: _Quantity = "8Gi"
-    """Memory of the head's pod."""
+    head_memory: _Word = "8Gi"
+    """Memory of the head's pod, where drivers run. It has two CPUs."""
+    start_timeout_seconds: PositiveFloat = 900.0
+    """How long the head of a run's own cluster may take to start, nodes included."""
 
 
 # A validation error must not show its input: it may be the token, also under a misspelt name.
@@ -274,6 +275,8 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
 
     address: Annotated[str, AfterValidator(_address)] = ""
     """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""
+    kuberay: KubeRaySettings | None = Field(None, title="KubeRay")
+    """Make a cluster on Kubernetes for each run, from a pod there, and delete it. Needs the extra kubernetes."""
     auth_token: SecretStr = Field(SecretStr(""), title="Authentication Token")
     """Ray's cluster token. Empty: that of RAY_AUTH_TOKEN or ~/.ray/auth_token."""
     runtime_env: JsonDict = Field({}, title="Runtime Environment")
@@ -304,7 +307,11 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
         scheme = _SCHEMES[name]
         fits = address.startswith(scheme) if scheme else not address
         if value != cls.model_fields[name].default and not fits:
-            target = f"a cluster that runs are submitted to by {scheme}" if scheme else "a local cluster"
+            target = (
+                f"a cluster that runs are submitted to by {scheme}"
+                if scheme
+                else "a training that starts its own cluster"
+            )
             raise ValueError(f"{name} is for {target}, and address is {address!r}: remove or correct one of them")
         return value
 
@@ -317,7 +324,7 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     @property
     def is_local(self) -> bool:
         """True if the training starts its own Ray cluster on this machine."""
-        return not self.address
+        return not self.address and not self.kuberay
 
     @property
     def is_submitted(self) -> bool:

@@ -159,6 +159,9 @@ def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
 
     If the cluster takes jobs, query its dashboard. Otherwise join it as a training does; a local cluster is started.
     """
+    if spec.cluster.kuberay:
+        yield ok("a training makes its own cluster on Kubernetes, which was not tried")
+        return
     if not spec.cluster.is_submitted:
         yield _join(spec)
         return

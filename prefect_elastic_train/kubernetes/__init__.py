@@ -1,1 +1,1 @@
-"""Manifests of Ray clusters on Kubernetes, from the settings of trainings. Runs in the CLI and the flow process."""
+"""Ray clusters on Kubernetes: manifests, and a cluster for each run. Runs in the CLI and the flow process."""

@@ -23,8 +23,7 @@ from prefect_elastic_train.core.settings import (
     ScalingSettings,
 )
 
-#: Seconds from the end of the restart delay until the next driver reserves resources.
-_DRIVER_START_SECONDS = 60
+_FILES = ("access.yaml", "cluster.yaml", "run-clusters.yaml", "worker.yaml", "work-pool.json")
 #: Resources that Ray finds in a pod. KubeRay declares others to Ray.
 _POD_RESOURCES = ("CPU", "GPU", "TPU", "memory")
 
@@ -46,11 +45,17 @@ def render(
     values = _values(scaling, failures, kuberay)
     # Without a training, the cluster has no workers.
     shared = values | {"min_replicas": 0, "head_env": []}
-    texts = {file: _fill(file, shared) for file in ("access.yaml", "cluster.yaml", "worker.yaml", "work-pool.json")}
+    texts = {file: _fill(file, shared) for file in _FILES}
     if command:
         spec = _fill("cluster.yaml", values).partition("\nspec:\n")[2]
         texts["job.yaml"] = _fill("job.yaml", values | {"entrypoint": command}) + indent(spec, "  ")
     return texts
+
+
+def run_manifest(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRaySettings) -> Any:
+    """Return the RayCluster of a single run, with pods for ``min_workers`` from the start. Raises as :func:`render`."""
+    values = _values(scaling, failures, kuberay) | {"head_env": []}
+    return YAML(typ="safe").load(_fill("cluster.yaml", values))
 
 
 def idle_seconds(scaling: ScalingSettings, failures: FailureSettings) -> int:
@@ -62,28 +67,36 @@ def idle_seconds(scaling: ScalingSettings, failures: FailureSettings) -> int:
     """
     delay = max(MAX_RESTART_DELAY_SECONDS, failures.driver_restart_delay_seconds) * RESTART_JITTER
     growth = scaling.stability_delay_seconds + scaling.resize_check_interval_seconds
-    return math.ceil(delay + _DRIVER_START_SECONDS + growth)
+    return math.ceil(delay + 60 + growth)  # a driver takes up to 60 s to reserve resources
 
 
 def _fill(file: str, values: Mapping[str, Any]) -> str:
     """Return the text of a template with values in place of ``$`` variables: names as they are, others as JSON."""
     texts = {key: value if key in KubeRaySettings.model_fields else json.dumps(value) for key, value in values.items()}
-    text = (resources.files(__package__) / "templates" / file).read_text(encoding="utf-8")
+    text = (resources.files(__package__) / "templates" / file).read_text()
     return Template(text).substitute(texts)
 
 
-def _values(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRaySettings) -> dict[str, Any]:
+def _values(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRaySettings) -> Any:
     """Return the values of the templates, for a cluster with one group of workers.
 
     A replica of the group is a pod, or the hosts of a TPU slice, which are created and deleted together.
+
+    Raises:
+        ConfigurationError: The workers select different labels.
     """
-    nodes = YAML(typ="safe", pure=True).load(_fill("nodes.yaml", {}))
+    if isinstance(scaling.label_selector, list):
+        raise ConfigurationError(
+            f"label_selector {scaling.label_selector} cannot be rendered: all pods of a worker group have the same "
+            'labels. Use a dict such as {"market-type": "spot"}, or write the worker groups by hand'
+        )
+    nodes = YAML(typ="safe").load(_fill("nodes.yaml", {}))
     place = nodes["spot"][kuberay.spot]
     requested = scaling.resources_per_worker
     hosts = 1
     chips = requested.get("TPU", 1)
     workers = int(1 / min(requested.get("GPU") or 1, 1))  # those that share a GPU
-    selector = place.get("workers", {}) | kuberay.node_selector
+    selector = place["selector"] | kuberay.node_selector
     if scaling.topology:
         from ray.util.tpu import get_tpu_worker_resources
 
@@ -105,34 +118,20 @@ def _values(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRa
             declared[f"accelerator_type:{scaling.accelerator_type}"] = "1"
     elif scaling.accelerator == "tpu":
         pod["google.com/tpu"] = str(int(chips))
-    return kuberay.model_dump() | {
-        "ray_version": version("ray"),
-        "idle_seconds": idle_seconds(scaling, failures),
-        "min_replicas": math.ceil(scaling.min_workers / workers),
-        "max_replicas": math.ceil(scaling.max_workers / workers),
-        "hosts": hosts,
-        "labels": _node_labels(scaling),
-        "declared": declared,
-        "pod": pod,
-        "selector": selector,
-        "tolerations": place.get("tolerations", []) + nodes["tolerations"].get(scaling.accelerator, []),
-        "grace_seconds": place["grace_seconds"],
-        "drain_seconds": place["grace_seconds"] - 5,  # the rest is for the end of Ray
-        "head_selector": place.get("head", {}),
-        "head_env": [{"secretRef": {"name": f"{kuberay.name}-prefect"}}],
-    }
-
-
-def _node_labels(scaling: ScalingSettings) -> dict[str, str]:
-    """Return the labels of the workers' Ray nodes: those that the workers select.
-
-    Raises:
-        ConfigurationError: The workers select different labels, or by an expression.
-    """
-    selector = scaling.label_selector
-    if isinstance(selector, list) or any(value.startswith(("!", "in(")) for value in selector.values()):
-        raise ConfigurationError(
-            f"label_selector {selector} cannot be rendered: all pods of a worker group have the same labels. Use a "
-            'dict of values such as {"market-type": "spot"}, or write the worker groups by hand'
-        )
-    return selector
+    return (
+        kuberay.model_dump()
+        | place
+        | {
+            "ray_version": version("ray"),
+            "idle_seconds": idle_seconds(scaling, failures),
+            "min_replicas": math.ceil(scaling.min_workers / workers),
+            "max_replicas": math.ceil(scaling.max_workers / workers),
+            "hosts": hosts,
+            "labels": scaling.label_selector,
+            "declared": declared,
+            "pod": pod,
+            "selector": selector,
+            "tolerations": place["tolerations"] + nodes["tolerations"][scaling.accelerator],
+            "head_env": [{"secretRef": {"name": f"{kuberay.name}-prefect"}}],
+        }
+    )

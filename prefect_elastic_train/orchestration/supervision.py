@@ -245,15 +245,14 @@ class Training(Follower):
         self._state = state
         if state in _OPEN_STATES:
             return
+        continues = state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
         try:
             self._watch.close()
-            self._processes.close()
+            self._processes.close(keep_cluster=continues)
         finally:  # also if a runner's signal interrupts the closing
             if mark := _TRACKER_MARKS.get(state):
                 start_thread(mark_ended, self._publisher.report.tracked, mark, self._log.note).join(_MARK_SECONDS)
-            self._publisher.end(
-                state.value, reason, is_published or state in (TrainingState.DETACHED, TrainingState.TAKEN_OVER)
-            )
+            self._publisher.end(state.value, reason, is_published or continues)
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""

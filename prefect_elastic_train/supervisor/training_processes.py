@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded, WaitingForCapacity
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, Outcome
 from prefect_elastic_train.core.request import (
     DRIVER_MODULE,
     FORK_SERVER_VARIABLE,
@@ -39,6 +39,8 @@ from .local_cluster import LocalCluster, use_token
 from .processes import ChildProcess, complete, import_path, kill, start_process
 
 if TYPE_CHECKING:
+    from prefect_elastic_train.kubernetes.run_clusters import RunCluster
+
     from .job_handle import JobDriver
 
 #: Ray makes sockets below the private folder. With Ray's session name their paths must fit into 107 characters.
@@ -60,6 +62,7 @@ class TrainingProcesses:
     _guard: ChildProcess | None = None
     _cluster: LocalCluster | None = None
     _job: JobDriver | None = None
+    _run_cluster: RunCluster | None = None
 
     def __init__(self, settings: ElasticTrainSettings, follower: Follower) -> None:
         self.settings = settings
@@ -80,6 +83,13 @@ class TrainingProcesses:
         folder, environment = self._prepare()
         if spec.cluster.address != "auto":
             environment.pop("RAY_ADDRESS", None)
+        if kuberay := spec.cluster.kuberay:
+            from prefect_elastic_train.kubernetes import run_clusters  # imports ruamel.yaml
+
+            self._run_cluster = run_clusters.create(spec, kuberay)
+            self.follower.on_note(f"Waiting for the head of {self._run_cluster}")
+            address = self._run_cluster.wait_until_ready(kuberay.start_timeout_seconds, self.wait)
+            spec = replace(spec, cluster=spec.cluster.model_copy(update={"address": address}))
         if spec.cluster.is_submitted:
             from .job_handle import JobDriver  # imports Ray
 
@@ -142,8 +152,17 @@ class TrainingProcesses:
         if self._job:
             self._job.stop()
 
-    def close(self) -> None:
-        """Kill all processes of the training on this machine, and delete its private folder."""
+    def close(self, keep_cluster: bool = False) -> None:
+        """Kill all processes of the training on this machine, and delete its private folder and its cluster.
+
+        With ``keep_cluster``, another process uses the training's cluster on Kubernetes.
+        """
+        if self._run_cluster and not keep_cluster:
+            try:
+                self._run_cluster.delete()
+            except ElasticTrainError as error:
+                self.follower.on_note(f"{error}; Kubernetes deletes it with this pod", WARNING)
+        self._run_cluster = None
         if not self._folder:
             return
         if left := kill_marked(str(self._folder)):

@@ -29,6 +29,7 @@ from prefect_elastic_train.core.causes import Cause
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings, variable_of
 from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, TimeAccount, WorldSize
+from prefect_elastic_train.core.settings import KubeRaySettings
 from prefect_elastic_train.orchestration import prefect_events
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import ROOT
@@ -71,6 +72,9 @@ def _blocks() -> Iterator[str]:
         yield f"## {block.__name__}\n"
         yield f"{_summary(block)} Block type `{block.get_block_type_slug()}`. More: {guide}.\n"
         yield from _fields(block, "field", str)
+    yield "## KubeRaySettings\n"
+    yield "The field `kuberay` of `RayCluster`, as a dict. More: [Kubernetes](../guide/kubernetes.md).\n"
+    yield from _fields(KubeRaySettings, "field", str)
 
 
 def _settings() -> Iterator[str]:

@@ -70,7 +70,11 @@ REFUSED = [
     (ClusterSettings, {"address": "https://ada:hush@head"}, f"{_ADDRESS} … got 'https://***@head'"),
     (ClusterSettings, {"driver_resources": {"CPU": 1}}, "is for a cluster that runs are submitted to by http"),
     (ClusterSettings, {"address": "http://head", "verify_tls": False}, "verify_tls is for … by https://"),
-    (ClusterSettings, {"address": "auto", "num_cpus": 4, "auth_token": "hush"}, "num_cpus is for a local cluster"),
+    (
+        ClusterSettings,
+        {"address": "auto", "num_cpus": 4, "auth_token": "hush"},
+        "num_cpus is for a training that starts its own cluster",
+    ),
     (ClusterSettings, {"auth_tokn": "hush"}, "auth_tokn\n  Extra inputs are not permitted"),
 ]
 

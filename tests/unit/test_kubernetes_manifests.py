@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import FailureSettings, KubeRaySettings, ScalingSettings
 from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS, TERMINATION_GRACE_SECONDS
 from prefect_elastic_train.kubernetes.manifests import idle_seconds, render
@@ -150,8 +151,8 @@ def test_slices_and_spot_nodes_are_selected() -> None:
 def test_the_drain_ends_within_the_grace_period_of_its_pod(spot: str) -> None:
     pod = worker_group(rendered(kuberay={"spot": spot}))["template"]["spec"]
     [*_, script] = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    [deadline, sleep] = map(int, re.findall(r"(?:seconds|sleep) (\d+)", script))
-    assert 15 <= deadline == sleep < pod["terminationGracePeriodSeconds"]
+    [deadline, wait] = map(int, re.findall(r"(?:seconds|timeout) (\d+)", script))
+    assert 15 <= deadline == wait < pod["terminationGracePeriodSeconds"]
 
 
 def test_a_node_is_kept_longer_than_any_time_between_two_drivers() -> None:
@@ -160,21 +161,23 @@ def test_a_node_is_kept_longer_than_any_time_between_two_drivers() -> None:
     assert idle_seconds(ScalingSettings(resize_check_interval_seconds=600), slow) == 3600 * 1.2 + 60 + 30 + 600
 
 
-def test_flow_runs_have_no_rights_and_the_worker_only_those_for_jobs() -> None:
+def test_flow_runs_have_rights_for_ray_clusters_only_and_the_worker_for_jobs() -> None:
     objects = rendered()
-    assert objects["ServiceAccount/training-flows"]["automountServiceAccountToken"] is False
-    roles = {name for name in objects if name.startswith("Role/")}
-    assert roles == {"Role/training-prefect-worker"}
-    bound = {subject["name"] for subject in objects["RoleBinding/training-prefect-worker"]["subjects"]}
-    assert bound == {"training-prefect-worker"}
-    verbs = {verb for rule in objects["Role/training-prefect-worker"]["rules"] for verb in rule["verbs"]}
-    assert "*" not in verbs
+    rights = {}
+    for name, binding in objects.items():
+        if name.startswith("RoleBinding/"):
+            [account] = [subject["name"] for subject in binding["subjects"]]
+            rules = objects[f"Role/{binding['roleRef']['name']}"]["rules"]
+            rights[account] = {(kind, verb) for rule in rules for kind in rule["resources"] for verb in rule["verbs"]}
+    assert rights["training-flows"] == {("rayclusters", verb) for verb in ("get", "create", "patch", "delete")}
+    writes = {(kind, verb) for kind, verb in rights["training-prefect-worker"] if verb not in ("get", "list", "watch")}
+    assert writes == {("jobs", "create"), ("jobs", "delete")}
+    assert set(rights) == {"training-flows", "training-prefect-worker"}
 
 
 def test_a_label_selector_for_each_worker_is_refused() -> None:
-    for selector in ([{"a": "b"}], {"a": "in(b,c)"}):
-        with pytest.raises(Exception, match=r"label_selector .* cannot be rendered"):
-            rendered(label_selector=selector)
+    with pytest.raises(ConfigurationError, match=r"label_selector .* cannot be rendered"):
+        rendered(label_selector=[{"a": "b"}])
 
 
 def test_the_work_pool_is_prefects_but_for_image_account_token_and_grace() -> None:
@@ -192,7 +195,10 @@ def test_the_work_pool_is_prefects_but_for_image_account_token_and_grace() -> No
     properties["namespace"]["default"] = "default"
     pod = ours["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
     assert pod.pop("terminationGracePeriodSeconds") == "{{ termination_grace_period_seconds }}"
-    [token] = pod["containers"][0].pop("env")
+    assert properties["finished_job_ttl"].pop("default") == 3600
+    [token, *of_pod, together] = pod["containers"][0].pop("env")
+    assert together == {"name": "ELASTIC_TRAIN_POD", "value": "$(POD_NAMESPACE)/$(POD_NAME)/$(POD_UID)"}
+    assert [variable["name"] for variable in of_pod] == ["POD_NAMESPACE", "POD_NAME", "POD_UID"]
     secret = {"name": "training-token", "key": "auth_token"}
     assert token == {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": secret}}
     pod["containers"][0]["env"] = "{{ env }}"
@@ -204,12 +210,19 @@ def test_the_work_pool_is_prefects_but_for_image_account_token_and_grace() -> No
 def test_the_command_writes_all_files_and_values_override_a_document(tmp_path: Path) -> None:
     document = tmp_path / "blocks.yaml"
     document.write_text("scaling: {max_workers: 4, accelerator: gpu}\nkuberay: {spot: eks, memory: 64Gi}\n")
-    arguments = [str(tmp_path / "out"), "--image", IMAGE, "--name", "spot", "--config", str(document)]
+    arguments = [str(tmp_path / "out"), "--image", IMAGE, "--config", str(document)]
     arguments += ["--set", "scaling.max_workers=6", "--job", "elastic-train run a:b --set 'x=\"$y\"'"]
     result = CliRunner().invoke(app, ["kubernetes", "render", *arguments])
     assert result.exit_code == 0, result.output
     files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
-    assert set(files) == {"access.yaml", "cluster.yaml", "job.yaml", "work-pool.json", "worker.yaml"}
+    assert set(files) == {
+        "access.yaml",
+        "cluster.yaml",
+        "job.yaml",
+        "run-clusters.yaml",
+        "work-pool.json",
+        "worker.yaml",
+    }
     cluster = yaml.safe_load(files["cluster.yaml"])
     [group] = cluster["spec"]["workerGroupSpecs"]
     assert group["maxReplicas"] == 6
@@ -222,7 +235,7 @@ def test_the_command_writes_all_files_and_values_override_a_document(tmp_path: P
     [
         ("scaling.max_workers=0", "max_workers"),
         ("kuberay.spots=gke", "spots"),
-        ("cluster.image=a", "cluster is unknown: tables are failures, kuberay, scaling"),
+        ("cluster.image=a", "cluster Extra inputs are not permitted"),
         ("kuberay.namespace=A", "namespace"),
     ],
 )
