@@ -42,8 +42,7 @@ def main() -> None:
         configs = [{"seconds": arguments.seconds}] * arguments.trainings
         if at_once:
             futures = elastic_train.map(LOOP, train_loop_config=configs, run_name="sweep", **options)
-            futures.wait()
-            return [future.state.name for future in futures]
+            return [f"Completed: {result.metrics}" for result in futures.result()]
         for number, config in enumerate(configs):
             elastic_train(LOOP, train_loop_config=config, run_name=f"single-{number}", **options)
         return ["Completed"] * len(configs)

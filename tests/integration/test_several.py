@@ -10,7 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import MappingLengthMismatch, MappingMissingIterable
 from prefect.futures import PrefectFutureList
 
-from prefect_elastic_train import ConfigurationError, ElasticScaling, elastic_train
+from prefect_elastic_train import ConfigurationError, ElasticScaling, TrainingResult, elastic_train
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration.supervision import Training
@@ -88,7 +88,7 @@ def test_four_trainings_on_the_machine_complete_and_never_use_more_cpus_than_it_
     ledgers = [str(tmp_path / f"{number}.jsonl") for number in range(cpus + 2)]
 
     @flow
-    def sweep() -> list[str]:
+    def sweep() -> list[TrainingResult]:
         futures = elastic_train.map(
             LOOP,
             train_loop_config=[{"steps": 20, "sleep": 0.1, "ledger": ledger} for ledger in ledgers],
@@ -96,9 +96,9 @@ def test_four_trainings_on_the_machine_complete_and_never_use_more_cpus_than_it_
             storage=tmp_path / "runs",
             run_name=f"sweep-{tmp_path.name}",
         )
-        return [future.state.name for future in futures if future.wait() is None]
+        return futures.result()
 
-    assert sweep() == ["Completed"] * len(ledgers)
+    assert [result.metrics for result in sweep()] == [{"step": 20}] * len(ledgers)
     times = [[line["at"] for line in read_ledger(ledger)] for ledger in ledgers]
     for at in sorted(start for start, *_ in times):
         assert sum(each[0] <= at <= each[-1] for each in times) <= cpus
