@@ -61,7 +61,8 @@ class RunEvent(NamedTuple):
 def translate(event: ev.Event, report: RunReport) -> list[RunEvent]:
     """Return the Prefect events to send for an event of a training that is already added to the report."""
     return [
-        _run_event(report, name, event.at, payload, f"{event.attempt}-{event.sequence}")
+        # An event without a number is one of the supervisor, such as a wait before the first attempt.
+        _run_event(report, name, event.at, payload, f"{event.attempt}-{event.sequence or event.at}")
         for name, payload in _payloads(event, report)
     ]
 
