@@ -60,7 +60,7 @@ def _planned(arguments: str) -> dict[str, Any]:
         ("my_loops:two_arguments", "config, other"),
         ("no_module:loop", "'no_module' cannot be imported"),
         ("broken.py:loop", "broken.py cannot be imported … no_such_module"),
-        ("LOOP --framework tensorflow", "'tensorflow' … 'torch', 'jax', 'none'"),
+        ("LOOP --framework tensorflow", "'tensorflow' … 'torch', 'jax', 'xgboost'"),
         ("LOOP --set steps", "--set steps: expected key=value"),
         ("LOOP --set a..b=3", "--set a..b=3 … key.key=value"),
         ("LOOP --set 'a=[1'", "--set a=[1 cannot be read as YAML"),

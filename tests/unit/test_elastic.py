@@ -445,7 +445,7 @@ def test_an_upload_that_does_not_end_is_an_operation_that_the_worker_waits_for(
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collect_commit_report(0)
+    collect_commit_report(0, "")
     callback = WorkerHooks(RunContext("mnist", "0" * 32, 1, "", ""))
     train_context = SimpleNamespace(
         report_order_condition=threading.Condition(),
@@ -460,7 +460,7 @@ def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_other
     assert "An upload takes more than 0.05 s" in caplog.text
     with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
-    report = collect_commit_report(0)
+    report = collect_commit_report(0, "")
     assert 0.07 <= report.stalled < 0.2
     assert report.usage.memory_bytes > 2**20
-    assert collect_commit_report(0).stalled == 0
+    assert collect_commit_report(0, "").stalled == 0

@@ -64,7 +64,7 @@ REFUSED = [
     ({"train_loop": later}, ["'later' is async or a generator: calling it runs nothing", "asyncio.run(...)"]),
     ({"train_loop": functools.partial(piece_by_piece)}, ["is async or a generator"]),
     ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
-    ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
+    ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'xgboost'"]),
     ({"timeout_seconds": 0}, ["timeout_seconds=0 must be above 0"]),
     ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "one of them"]),
     ({"resume_from": "../b"}, ["'../b' cannot name a run directory"]),
