@@ -238,9 +238,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         state = self._state
         # The errors of the statuses have tracebacks. Those in Ray's exception have lost them.
         state.failures = {
-            rank: status.error
-            for rank, status in worker_group_status.worker_statuses.items()
-            if status.error is not None
+            rank: status.error for rank, status in worker_group_status.worker_statuses.items() if status.error
         }
         preemption = worker_group_status.get_preemption_info()
         if preemption and state.commit_count > self._polled_commit_count:

@@ -96,8 +96,7 @@ class EventSender(EventQueue):
     def _write(self, line: bytes) -> bool:
         try:
             if self._connection is None:
-                address = ("127.0.0.1", self._receiver.port)
-                self._connection = socket.create_connection(address, timeout=_SEND_TIMEOUT_SECONDS)
+                self._connection = socket.create_connection(("127.0.0.1", self._receiver.port), _SEND_TIMEOUT_SECONDS)
                 self._connection.sendall(f"{self._receiver.key}\n".encode())
                 start_thread(self._await_requests, self._connection)
             self._connection.sendall(line + b"\n")

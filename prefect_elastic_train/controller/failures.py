@@ -119,9 +119,8 @@ def must_await_cause(errors: Sequence[Exception | None], waited_seconds: float) 
         errors: For each rank its failure, or None.
         waited_seconds: Seconds since the first failure of a rank.
     """
-    failures = [error for error in errors if error is not None]
-    is_open = 0 < len(failures) < len(errors) and waited_seconds < _CAUSE_SECONDS
-    return is_open and all(map(_is_consequence, failures))
+    failures = [*filter(None, errors)]
+    return 0 < len(failures) < len(errors) and waited_seconds < _CAUSE_SECONDS and all(map(_is_consequence, failures))
 
 
 def classify_failure(failures: Collection[Exception]) -> tuple[Outcome, str]:

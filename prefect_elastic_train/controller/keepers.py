@@ -60,8 +60,8 @@ class Keepers(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Record if a session makes recovery points, on all ranks."""
-        positions = [getattr(status, "position", None) for status in worker_group_status.worker_statuses.values()]
-        made = [position.has_recovery_points for position in positions if position]
+        statuses = worker_group_status.worker_statuses.values()
+        made = [status.position.has_recovery_points for status in statuses if getattr(status, "position", None)]
         if made:
             self.are_used = all(made)
         if self.are_used and not self._nodes:

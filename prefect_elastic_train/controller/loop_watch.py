@@ -120,18 +120,22 @@ class LoopWatch:
         is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
         if is_late and not self._has_saved:
             self._has_saved = True  # warn once
-            message = (
-                f"the loop has reported {self._reports} times in {now - self._began:.0f} s and never with a "
-                "checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
-                "checkpoint=...), or use prefect_elastic_train.loop.session()"
+            self._publish(
+                LoopWarned(
+                    problem="no-checkpoint",
+                    message=f"the loop has reported {self._reports} times in {now - self._began:.0f} s and never with "
+                    "a checkpoint: a restart would begin at step 0. Pass a checkpoint to ray.train.report(metrics, "
+                    "checkpoint=...), or use prefect_elastic_train.loop.session()",
+                )
             )
-            self._publish(LoopWarned(problem="no-checkpoint", message=message))
         for rank, status in enumerate(statuses):
             if hasattr(status, "waited"):
                 self._waiting_since[rank] = now - status.waited
         if now - min(self._waiting_since.values(), default=now) > _WAIT_SECONDS:
-            message = "ranks wait for others: {}. All must call ray.train.report() and collectives equally often"
-            self._warn("ranks-wait", message)
+            self._warn(
+                "ranks-wait",
+                "ranks wait for others: {}. All must call ray.train.report() and collectives equally often",
+            )
         self.stragglers.check(statuses)
         limit = self._settings.stall_timeout_seconds
         if limit == "auto":
@@ -139,8 +143,10 @@ class LoopWatch:
             most = max(_UNREPORTED_SECONDS, _UNREPORTED_TIMES * self._longest_gap)
             has_session = any(getattr(status, "phase", None) for status in statuses)
             if not has_session and self._reports >= _UNSAVED_REPORTS and now - self._reported_at > most:
-                message = f"the loop has not reported for {most:.0f} s, {self._longest_gap:.3g} s at most before: {{}}"
-                self._warn("no-report", message)
+                self._warn(
+                    "no-report",
+                    f"the loop has not reported for {most:.0f} s, {self._longest_gap:.3g} s at most before: {{}}",
+                )
         elif limit and not has_ended and now - self._reported_at > limit:
             stacks = query_workers(self._workers, thread_stacks, _STACKS_SECONDS)
             ranks = range(len(self._workers))

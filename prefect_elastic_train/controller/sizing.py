@@ -166,11 +166,13 @@ def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> 
 def _is_free(hosts: list[Node], demand: Demand, shape: SliceShape) -> bool:
     """Return True if these hosts are a whole TPU slice, and no other job holds any of it."""
     head = head_resource(shape.pod_type)
-    heads = [host for host in hosts if demand.held.get(host.id) or host.available.get(head)]
     return (
         sum(host.total.get("TPU", 0) for host in hosts) == shape.chips
         and sum(_workers_on(host, demand) for host in hosts) >= shape.workers
-        and (len(hosts) == 1 or any(host.total.get(head) for host in heads))
+        and (
+            len(hosts) == 1
+            or any(host.total.get(head) and (demand.held.get(host.id) or host.available.get(head)) for host in hosts)
+        )
     )
 
 

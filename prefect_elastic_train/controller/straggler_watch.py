@@ -34,8 +34,7 @@ class StragglerWatch:
 
     def slow_nodes(self) -> dict[str, str]:
         """Return the ids of the nodes on which ranks are stragglers now, with the reason."""
-        slow = [rank for rank, count in self._slow.items() if count >= _WINDOWS]
-        return {self._workers[rank].metadata.node_id: "slow" for rank in slow}
+        return {self._workers[rank].metadata.node_id: "slow" for rank, count in self._slow.items() if count >= _WINDOWS}
 
     def check(self, statuses: Sequence[Any]) -> None:
         """Compare the ranks by the newest window that all of them have sent, and publish a new straggler."""
@@ -53,13 +52,16 @@ class StragglerWatch:
         usual = statistics.median_low(compared)  # by seconds, as their steps are equal
         slow = Counter[int]()
         for rank, window in enumerate(compared):
-            limit = max(_FACTOR * usual.seconds, usual.seconds + usual.spread + window.spread)
-            if window.seconds > limit:
+            if window.seconds > max(_FACTOR * usual.seconds, usual.seconds + usual.spread + window.spread):
                 slow[rank] = self._slow[rank] + 1
             if slow[rank] >= _WINDOWS and rank not in self._published:
                 self._published.add(rank)
-                node_id = self._workers[rank].metadata.node_id
                 self.publish(
-                    StragglerFound(rank=rank, node_id=node_id, seconds=window.seconds, usual_seconds=usual.seconds)
+                    StragglerFound(
+                        rank=rank,
+                        node_id=self._workers[rank].metadata.node_id,
+                        seconds=window.seconds,
+                        usual_seconds=usual.seconds,
+                    )
                 )
         self._slow = slow

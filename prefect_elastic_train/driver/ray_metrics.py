@@ -6,7 +6,7 @@ from threading import Event
 
 from ray.util.metrics import Gauge
 
-from prefect_elastic_train.report.measurements import METRICS, PREFIX, Sample
+from prefect_elastic_train.report.measurements import Sample
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -18,15 +18,14 @@ def export_metrics(measure: Callable[[], Iterable[Sample]], closed: Event) -> No
 
     Ray names them ``ray_elastic_train_...``. This process must be connected to Ray.
     """
+    gauges: dict[str, Gauge] = {}
+    is_closed = False
     try:
-        gauges = {
-            name: Gauge(f"{PREFIX}{name}", metric.help, (*filter(None, ["run", metric.label]),))
-            for name, metric in METRICS.items()
-        }
-        is_closed = False
         while not is_closed:
-            for sample in measure():
-                gauges[sample.name].set(sample.value, sample.labels)
+            for name, text, labels, value in measure():
+                if name not in gauges:
+                    gauges[name] = Gauge(name, text, (*labels,))
+                gauges[name].set(value, labels)
             is_closed = closed.wait(_SECONDS)
     except Exception:
         logger.warning("The metrics for Prometheus end; training goes on", exc_info=True)

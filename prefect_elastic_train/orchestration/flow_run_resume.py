@@ -101,5 +101,7 @@ def _set_state(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> No
     """
     answer = client.set_flow_run_state(flow_run_id, state)
     if answer.state is None or answer.state.name != state.name:
-        reason = getattr(answer.details, "reason", None) or "no reason given"
-        raise ConfigurationError(f"Prefect did not make the flow run {state.name}: {reason}")
+        raise ConfigurationError(
+            f"Prefect did not make the flow run {state.name}: "
+            f"{getattr(answer.details, 'reason', None) or 'no reason given'}"
+        )

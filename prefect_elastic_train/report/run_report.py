@@ -258,16 +258,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         return self.state not in ("completed", "continues as a job", "taken over", *_OUTCOMES)
 
     @property
-    def restarts(self) -> dict[str, int]:
-        """Number of restarts by their cause."""
-        return {
-            "worker failure": self.tally.worker_failures,
-            "preemption": self.tally.preemptions,
-            "driver restart": self.driver_restarts,
-            "resize": self.tally.resizes,
-        }
-
-    @property
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best score; None without a score. Of equal ones the newest, which Ray Train keeps."""
         scored = {checkpoint.score: checkpoint for checkpoint in self.checkpoints if checkpoint.score is not None}

@@ -154,7 +154,6 @@ class CommitLog:
 
     def _list_checkpoint(self, name: str) -> dict[str, int]:
         """Return path and size in bytes of each file of a checkpoint; raise an error if it is missing or incomplete."""
-        missing = ""
         for _ in _polls():
             files = self._store.file_sizes(name)
             if files is None:

@@ -78,8 +78,7 @@ def training_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequenc
         begins_with_time = flow_run_id[14:15] == "7"  # the version of a UUID
         name += f"-{flow_run_id[-8:] if begins_with_time else flow_run_id[:8]}"
     if len(calls) > 1:
-        outer = json.dumps(calls[:-1])
-        name += f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}"
+        name += f".{hashlib.sha256(json.dumps(calls[:-1]).encode()).hexdigest()[:6]}"
     if calls:
         name += f".{calls[-1].number}"
     return f"{name}-{ordinal}" if ordinal > 1 else name

@@ -79,8 +79,7 @@ def start_heartbeat(store: RunStore, attempt: int, on_fenced_off: Callable[[], o
 def host_id() -> str:
     """Return an id of this machine or container since its boot, within which a process id is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/pid").stat().st_ino
-    return f"{socket.gethostname()}/{boot}/{namespace}"
+    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def process_start(pid: int) -> float:

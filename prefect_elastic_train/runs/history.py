@@ -108,8 +108,8 @@ class HistoryWriter:
                 line = ev.encode_event(event).encode() + b"\n"
                 is_summary = isinstance(event, ev.RunRecalled)
                 if not self._content or is_summary or len(self._content) + len(line) > _SEGMENT_BYTES:
-                    mark = "r" if is_summary else ""
-                    self._name = f"{layout.EVENTS}/{self._attempt:04d}-{next(self._segments):03d}{mark}.jsonl"
+                    number = f"{self._attempt:04d}-{next(self._segments):03d}"
+                    self._name = f"{layout.EVENTS}/{number}{'r' if is_summary else ''}.jsonl"
                     self._content = b""
                 self._content += line
                 self._unwritten[self._name] = self._content

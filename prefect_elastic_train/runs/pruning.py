@@ -59,8 +59,9 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         is_interrupted = summary.state is RunState.DELETING
         idle_seconds = time.time() - (summary.last_activity_at or 0.0)
         if summary.life in (Liveness.ALIVE, Liveness.UNKNOWN):
-            activity = "deleted" if is_interrupted else "trained, or may be"
-            raise AttemptFailedError(f"it is being {activity}: {summary.detail}")
+            raise AttemptFailedError(
+                f"it is being {'deleted' if is_interrupted else 'trained, or may be'}: {summary.detail}"
+            )
         settle_seconds = _CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS
         if not is_interrupted and idle_seconds <= settle_seconds:
             raise AttemptFailedError("it was active just now, or was claimed within a day and is about to begin")

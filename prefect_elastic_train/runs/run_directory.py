@@ -240,13 +240,19 @@ class RunDirectory:
         if point.repairs:
             return {}
         is_needed = _overlapping(snapshots.checkpoint_names(point.commit.snapshot) if point.commit else [])
-        folders = [folder for folder in self._folders if written_by(folder) >= 0 and not is_needed(folder)]
-        return {folder: sum((self.store.file_sizes(folder) or {}).values()) for folder in folders}
+        return {
+            folder: sum((self.store.file_sizes(folder) or {}).values())
+            for folder in self._folders
+            if written_by(folder) >= 0 and not is_needed(folder)
+        }
 
     def attempt(self, number: int) -> RecordedAttempt:
         """Return the records of the start and the end of an attempt."""
-        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
-        return RecordedAttempt(number=number, record=self.attempt_record(number), ended=ended)
+        return RecordedAttempt(
+            number=number,
+            ended=decode(EndedRecord, self.read(layout.ended_name(number))),
+            record=self.attempt_record(number),
+        )
 
     def attempt_record(self, number: int) -> AttemptRecord | None:
         """Return the record of an attempt's start; None if it is missing or torn."""

@@ -48,8 +48,10 @@ class SampleCheck(BaseModel, frozen=True):
         skipped = f", without those of the skipped steps {_shorten(self.skipped)}" if self.skipped else ""
         if self.exact and not self.wrong:
             return f"{seen}: exactly the expected ones, by index{skipped}"
-        steps = _shorten(self.wrong) or "before the oldest checkpoint that is kept"
-        return f"{seen}, and NOT exactly the expected ones{skipped}: steps {steps}"
+        return (
+            f"{seen}, and NOT exactly the expected ones{skipped}: "
+            f"steps {_shorten(self.wrong) or 'before the oldest checkpoint that is kept'}"
+        )
 
 
 def _shorten(steps: list[int]) -> str:

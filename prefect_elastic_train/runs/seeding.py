@@ -130,11 +130,11 @@ def _choose_from_latest_run(storage: Storage, request: RunRequest, choice: str) 
         if differences := record.fingerprint.differences(fingerprint):
             notes.append(f"run {record.name!r} had another configuration: {'; '.join(differences)}")
         return source._replace(notes=[*notes, *source.notes])
-    message = (
+    notes.append(
         f"{storage.uri} holds no completed run with a checkpoint of training {request.training_name!r} (train loop "
         f"{fingerprint.loop!r}) of this deployment or flow; training starts from the beginning"
     )
-    return Source(run="", folder="", metrics={}, manifest={}, notes=[*notes, message])
+    return Source(run="", folder="", metrics={}, manifest={}, notes=notes)
 
 
 def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
@@ -171,10 +171,8 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
             f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one"
         )
     else:
-        names = ", ".join(sorted(map(loop_name, metrics)))
-        raise AttemptFailedError(
-            "; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs])
-        )
+        problem = f"run {name!r} has no checkpoint {choice!r}, it has {', '.join(sorted(map(loop_name, metrics)))}"
+        raise AttemptFailedError("; ".join([problem, *point.repairs]))
     return Source(name, folder, metrics[folder], point.commit.manifest.get(folder, {}), notes)
 
 

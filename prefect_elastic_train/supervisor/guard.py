@@ -103,8 +103,8 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
     if process.environ().get(MARK_VARIABLE) == mark:
         return True
     # Only Ray's processes: a user's shell may work in the folder, too. The folder may be removed by now.
-    folder = process.cwd().removesuffix(" (deleted)")
-    return f"{folder}/".startswith(f"{mark}/") and "".join(process.cmdline()[:1]).startswith("ray::")
+    is_inside = f"{process.cwd().removesuffix(' (deleted)')}/".startswith(f"{mark}/")
+    return is_inside and "".join(process.cmdline()[:1]).startswith("ray::")
 
 
 if __name__ == "__main__":

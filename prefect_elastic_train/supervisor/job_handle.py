@@ -91,8 +91,9 @@ class JobDriver(DriverHandle):
         prefix = f"elastic-train-{name}-{identity[:12]}-"
         config = _digest(request.fingerprint.config)
         limit = cluster.unreachable_timeout_seconds if self._has_answered else cluster.connect_timeout_seconds
-        jobs = self._retry(self._client.submitted_jobs, limit)
-        own_jobs = [job for job in jobs if job.submission_id.startswith(prefix)]
+        own_jobs = [
+            job for job in self._retry(self._client.submitted_jobs, limit) if job.submission_id.startswith(prefix)
+        ]
         running = next((job for job in own_jobs if not job.status.is_terminal()), None)
         self._was_running = bool(running)
         if running:
@@ -109,8 +110,7 @@ class JobDriver(DriverHandle):
             self.job = self._submit(f"{prefix}{number}", config)
             self._received_until = 0.0
         self._is_replay = self._received_until > 0
-        self._id: str = self.job.submission_id
-        self._running_id = self._id
+        self._id = self._running_id = self.job.submission_id
         # Counted from now, since the submission may have taken long.
         self._started_at = self._answered_at = self._log_read_at = self._heartbeat_at = time.monotonic()
         already = " already, which is followed from now on" if self._was_running else ""
@@ -148,8 +148,7 @@ class JobDriver(DriverHandle):
         now = time.monotonic()
         if self.job.status.is_terminal():
             self._exited_at = min(self._exited_at, now)
-            is_read = self._log_is_complete or now - self._exited_at > _LOG_END_SECONDS
-            return self._end_of_job() if is_read else None
+            return self._end_of_job() if self._log_is_complete or now - self._exited_at > _LOG_END_SECONDS else None
         if self._is_unknown or now - self._final_event_at > _JOB_EXIT_SECONDS:
             return self._end_of_job()
         limit = self._spec.cluster.unreachable_timeout_seconds

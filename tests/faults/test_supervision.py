@@ -77,6 +77,7 @@ def test_lost_driver_is_followed_by_another_that_knows_how_it_ended(
         report = wait_for(lambda: [text for text in [report_of(client, flow_run_id)] if "## Completed" in text], 20)[0]
         assert "signal 9" in report
         names = [event["event"].rpartition(".")[2] for event in run_events(client, flow_run_id)]
+        names = [name for name in names if name != "waiting-for-capacity"]  # trainings of other tests use the CPUs
         assert (names[0], names[-1]) == ("started", "completed")
 
 

@@ -38,6 +38,9 @@ from tests.support.scripted_driver import MODULE
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
     """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block."""
     storage = arguments["storage"]
+    cluster = arguments.get("cluster", {})
+    if "address" not in cluster:  # it does not wait for CPUs that trainings of other tests use
+        cluster = {"num_cpus": os.cpu_count(), **cluster}
     as_they_are = ("run_name", "resume", "timeout_seconds", "worker_runtime_env")
     given = {name: arguments[name] for name in as_they_are if name in arguments}
     if backend := arguments.get("torch_backend"):
@@ -58,7 +61,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
         "storage": S3Storage(**storage) if isinstance(storage, dict) else storage,
-        "cluster": RayCluster(**arguments.get("cluster", {})),
+        "cluster": RayCluster(**cluster),
         **given,
     }
 
