@@ -40,7 +40,7 @@ def track(
     Raises:
         ValueError: A folder is relative, or a URL contains credentials.
         ModuleNotFoundError: The tracker's package is not installed.
-        TypeError: An option is missing or unknown.
+        TypeError: An option is missing, unknown, or no text.
 
     Example::
 
@@ -59,6 +59,11 @@ def track(
                 f"not installed on this node: pip install 'prefect-elastic-train[{tracked.kind}]'"
             )
         signature(tracked.backend).bind(ids, {}, **tracked.options)
+        if others := [name for name, value in tracked.options.items() if not isinstance(value, str)]:
+            raise TypeError(
+                f"{tracked.kind}: {others[0]} must be a text, since the run directory has the options. Use the"
+                f" environment variables of {tracked.kind} for other settings"
+            )
         for name in ("tracking_uri", "dir", "log_dir"):
             if not re.match("/|[a-z0-9+]+:(?!//[^/]*:[^/]*@)|databricks|uc$", tracked.options.get(name, "/")):
                 raise ValueError(

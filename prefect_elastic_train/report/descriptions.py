@@ -73,8 +73,6 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             )
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
-        case ev.TrackersOpened():
-            return Description(f"tracked in {', '.join(f'{run.kind} {run.link}'.rstrip() for run in event.runs)}")
         case ev.StallTimeoutLearned():
             return Description(f"the time limit of a step is {event.limit}")
         case ev.StandbysParked():

@@ -86,8 +86,9 @@ class Tracker:
             fresh = []
             while self._fresh:
                 step, at, name, value = self._fresh.popleft()
-                if value is not None:
-                    fresh.append((step, at, self._names.setdefault(name, len(self._names)), float(value)))
+                with suppress(TypeError, ValueError, RuntimeError):  # no real number
+                    number = float(value)
+                    fresh.append((step, at, self._names.setdefault(name, len(self._names)), number))
             points = np.concatenate([self._points, np.reshape(fresh, (-1, 4))])
             is_unsent = points[:, 0] >= min(self._sent.values())
             self._points = points[is_unsent | (points[:, 1] > time.time() - _KEEP_SECONDS)]

@@ -39,8 +39,7 @@ class LoopState:
     opened: bool = False  # True once it has read the checkpoint that it may resume from
     stalled: float = 0.0  # seconds for which it waited for its own checkpoints, since the last commit
     interval: float = 0.0  # interval of its saves when it was last published
-    measured_at: float = 0.0  # time of the last measurement of its CPU time
-    cpu_seconds: float = 0.0  # CPU time of the process until then
+    process: Any = None  # its process, once its use of the hardware was measured
 
 
 #: The state of this process: Ray starts a worker for one loop.
@@ -112,14 +111,10 @@ def collect_commit_report(step: int, checkpoint_uri: str) -> CommitReport:
 
 
 def _measure_usage() -> RankUsage:
-    now = time.monotonic()
-    cpu_seconds = time.process_time()
-    cpu = (cpu_seconds - state.cpu_seconds) / max(now - state.measured_at, 1e-3) if state.measured_at else 0.0
-    state.measured_at = now
-    state.cpu_seconds = cpu_seconds
+    state.process = state.process or psutil.Process()
     torch = sys.modules.get("torch")
     gpu_bytes = torch.cuda.memory_reserved() if torch and torch.cuda.is_initialized() else 0
-    return RankUsage(round(100 * cpu, 1), psutil.Process().memory_info().rss, gpu_bytes)
+    return RankUsage(state.process.cpu_percent(), state.process.memory_info().rss, gpu_bytes)
 
 
 def session_position() -> Position | None:

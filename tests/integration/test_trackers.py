@@ -146,6 +146,7 @@ def test_a_run_that_cannot_be_marked_is_one_warning() -> None:
         ({"tensorboard": {"log_dir": "runs"}}, ValueError, "log_dir of tensorboard must be an absolute path"),
         ({"mlflow": {"tracking_uri": "https://a:b@host"}}, ValueError, "or a URL without credentials"),
         ({"mlflow": {"uri": "/runs"}}, TypeError, "tracking_uri"),
+        ({"wandb": {"dir": "/w", "settings": {"api_key": "x"}}}, TypeError, "wandb: settings must be a text"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
