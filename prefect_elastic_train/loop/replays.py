@@ -99,11 +99,12 @@ class Replays:
             self._gradients[parameter] = _checksum(parameter.grad)
 
     def _clear_gradients(self, sync: bool) -> None:
-        """Delete all gradients, and turn DDP's exchange of gradients and buffers on or off."""
+        """Delete all gradients, and turn DDP's exchange of gradients on or off. Buffers are exchanged in any case."""
         for parameter in self._parameters:
             parameter.grad = None
         for wrapper in self._wrappers:
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = sync
+            wrapper.require_backward_grad_sync = sync
+            wrapper.require_forward_param_sync = True
 
     def end(self, step: int, are_compared: bool) -> None:
         """End what :meth:`begin` has begun, and undo the effects of a replay. Then compare the checksums of all ranks.

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import TaskRunContext
 from prefect.events import RelatedResource
+from pydantic import ValidationError
 from slugify import slugify
 
 from prefect_elastic_train.core import events as ev
@@ -59,8 +60,11 @@ def read_page(client: SyncPrefectClient) -> tuple[str, dict[str, TrainingRow]]:
     """Return the id of the artifact with all trainings, empty if there is none yet, and its rows by run name."""
     query = {"artifacts": {"key": {"any_": [PAGE_KEY]}}}
     for page in client.request("POST", "/artifacts/latest/filter", json=query).json():
-        rows = page["metadata_"].items()
-        return page["latest_id"], {name: TrainingRow.model_validate_json(row) for name, row in rows}
+        rows = {}
+        for name, row in (page["metadata_"] or {}).items():
+            with suppress(ValidationError):  # cut by Prefect, which keeps 500 characters, or of another version
+                rows[name] = TrainingRow.model_validate_json(row)
+        return page["latest_id"], rows
     return "", {}
 
 
@@ -246,9 +250,9 @@ class Publisher:
         own = make_row(report, now, base and f"{base}/artifacts/artifact/{self._artifacts.get('markdown')}")
         for _ in range(_PAGE_TRIES):
             page, rows = read_page(client)
-            if rows.get(report.run_name) == own:
+            if rows.get(own.cells["training"]) == own:
                 return
-            newest = sort_rows({**rows, report.run_name: own}.values(), now)
+            newest = sort_rows({**rows, own.cells["training"]: own}.values(), now)
             metadata = {row.cells["training"]: row.model_dump_json() for row in newest}
             content = {"data": render_page(newest, now), "metadata_": metadata}
             if page:

@@ -14,6 +14,7 @@ _MAX_ROWS = 100
 #: Time without an update after which the flow process of a live training counts as lost. The longest between two
 #: updates is a minute and a half.
 _SILENT_SECONDS = 300.0
+_MAX_TEXT = 80  # characters of a name and of the failures: Prefect keeps 500 of a whole row
 #: Rank on the page of a training that has failed or is lost.
 _IN_TROUBLE = 3
 
@@ -41,9 +42,9 @@ def make_row(report: RunReport, now: float, link: str = "") -> TrainingRow:
     worker_seconds = sum(size * (until - at) for (at, size), (until, _) in pairwise(sizes))
     causes = format_causes(report)
     cells = {
-        "training": report.run_name,
+        "training": report.run_name[:_MAX_TEXT],
         "state": headline(report) + (f"; about {duration(left)} left" if left else ""),
-        "failures": causes or "none",
+        "failures": causes[:_MAX_TEXT] or "none",
         "size": str(report.world_size),
         "goodput": f"{report.tally.account(now).goodput:.0%}",
         "cost (h)": f"{worker_seconds / 3600:.2f}",

@@ -12,6 +12,7 @@ PACKAGE = REPOSITORY / "prefect_elastic_train"
 EXCEPTIONS = {
     "driver/termination_signals.py": "Python has one pipe for signals in a process, which set_wakeup_fd() sets",
     "storage/retries.py": "a process waits for its storage as a whole, whichever of its objects makes the request",
+    "orchestration/client_metrics.py": "Prometheus has one registry in a process, with one object for each metric",
     "orchestration/position.py": "the names of the trainings of a flow run, of which each call knows only its own",
 }
 _MUTATING = re.compile("append|add|update|pop|setdefault|clear|extend|remove|discard|insert|popitem")
