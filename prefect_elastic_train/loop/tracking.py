@@ -33,14 +33,14 @@ def track(
         mlflow: ``tracking_uri``: a directory, ``file:///…``, ``sqlite:///…`` or the URL of a server. ``experiment``:
             its name (default: ``"elastic-train"``), created if missing. Default: no MLflow.
         wandb: ``dir``: the folder for W&B's files; to work offline, on storage that all nodes mount. Also other
-            arguments of ``wandb.init``, such as ``project``, ``entity`` and ``mode``. Default: no W&B.
+            arguments of ``wandb.init``, such as ``project``, ``name`` and ``mode``. Default: no W&B.
         tensorboard: ``log_dir``: the folder of all runs, on storage that all nodes mount. Default: no TensorBoard.
         parameters: Parameters of the training, which MLflow and W&B show. Default: none.
 
     Raises:
         ValueError: A folder is relative, or a URL contains credentials.
         ModuleNotFoundError: The tracker's package is not installed.
-        TypeError: An option is missing, unknown, or no text.
+        TypeError: An option is missing, unknown, or no string.
 
     Example::
 
@@ -61,11 +61,13 @@ def track(
         signature(tracked.backend).bind(ids, {}, **tracked.options)
         if others := [name for name, value in tracked.options.items() if not isinstance(value, str)]:
             raise TypeError(
-                f"{tracked.kind}: {others[0]} must be a text, since the run directory has the options. Use the"
-                f" environment variables of {tracked.kind} for other settings"
+                f"{tracked.kind}: {others[0]} must be a string, because the options are stored in the run directory. "
+                f"Use the environment variables of {tracked.kind} for other settings"
             )
         for name in ("tracking_uri", "dir", "log_dir"):
-            if not re.match("/|[a-z0-9+]+:(?!//[^/]*:[^/]*@)|databricks|uc$", tracked.options.get(name, "/")):
+            uri = tracked.options.get(name, "/")
+            may_have_credentials = "://" in uri and not uri.startswith(("file:", "sqlite:")) and set(uri) & {*"@?"}
+            if may_have_credentials or not re.match("/|[a-z0-9+]+:|databricks$|uc$", uri):
                 raise ValueError(
                     f"{name} of {tracked.kind} must be an absolute path, or a URL without credentials, for which"
                     f" {tracked.kind} has environment variables"

@@ -249,7 +249,9 @@ class Session(AbstractContextManager["Session"]):
             self._restore_point(states)
         elif checkpoint:
             self._restore(checkpoint)
-            self.committed = self.tracker.committed = self.done
+            self.committed = self.done
+            if run.current and self._can_save:  # else nothing is known of later commits
+                self.tracker.committed = self.done
         self.began_from = self.done
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
@@ -661,8 +663,8 @@ class Session(AbstractContextManager["Session"]):
         read = [(*state.description(), state) for state in chosen]
         index_of_rank = self.rank % len(chosen)
         self._state.restore([state[1:] for state in read], index_of_rank)
-        _, about, self._is_required, random, self._metrics, points = read[index_of_rank][0]
-        self.tracker.restore(points)
+        _, about, self._is_required, random, self._metrics, *more = read[index_of_rank][0]
+        self.tracker.restore(*more or [{}])  # a version without trackers may have made it
         self._adopt(about)
         if is_same_size:
             restore_random_state(random)

@@ -222,7 +222,8 @@ class Publisher:
             self._update_seconds = _IDLE_SECONDS
         self._written_at = time.monotonic()
         now = time.time()
-        update_metrics(report, now)
+        with self._catch_errors("the metrics for Prometheus cannot be updated"):
+            update_metrics(report, now)
         summary = summary_line(report, now)
         if report.progress and self._is_due("progress", _PROGRESS_SECONDS):
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)

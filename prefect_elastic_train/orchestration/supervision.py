@@ -250,9 +250,10 @@ class Training(Follower):
             self._watch.close()
             self._processes.close(keep_cluster=continues)
         finally:  # also if a runner's signal interrupts the closing
-            if mark := _TRACKER_MARKS.get(state):
-                start_thread(mark_ended, self._publisher.report.tracked, mark, self._log.note).join(_MARK_SECONDS)
+            runs = self._publisher.report.tracked if state in _TRACKER_MARKS else []
+            marking = start_thread(mark_ended, runs, _TRACKER_MARKS.get(state), self._log.note)
             self._publisher.end(state.value, reason, is_published or continues)
+            marking.join(_MARK_SECONDS)
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""

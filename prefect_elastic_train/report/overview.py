@@ -14,7 +14,8 @@ _MAX_ROWS = 100
 #: Time without an update after which the flow process of a live training counts as lost. The longest between two
 #: updates is a minute and a half.
 _SILENT_SECONDS = 300.0
-_MAX_TEXT = 80  # characters of a name and of the failures: Prefect keeps 500 of a whole row
+_DAY_SECONDS = 86400.0
+_MAX_TEXT = 50  # characters of a name and of the failures: Prefect keeps 500 of a whole row
 #: Rank on the page of a training that has failed or is lost.
 _IN_TROUBLE = 3
 
@@ -59,11 +60,13 @@ def sort_rows(rows: Iterable[TrainingRow], now: float) -> list[TrainingRow]:
 
     A live training whose flow process has written nothing for some minutes counts as failed.
     """
-    newest = sorted(rows, key=lambda row: -row.updated)[:_MAX_ROWS]
+    newest = sorted(rows, key=lambda row: -row.updated)
     for row in newest:
         if row.rank and now - row.updated > _SILENT_SECONDS:
             row.rank = _IN_TROUBLE
-    return sorted(newest, key=lambda row: -row.rank)
+    # For a day, trainings in trouble stay before those that are updated.
+    newest.sort(key=lambda row: -(row.updated + _DAY_SECONDS * (row.rank == _IN_TROUBLE)))
+    return sorted(newest[:_MAX_ROWS], key=lambda row: -row.rank)
 
 
 def render_page(rows: list[TrainingRow], now: float) -> str:

@@ -56,7 +56,7 @@ def draw(report: RunReport, now: float) -> str:
 def _draw_metrics(axes: Axes, title: str, curves: Mapping[str, Curve], report: RunReport) -> None:
     points = report.steps.points
     # A step that begins again in each epoch is no axis: then the number of the report is.
-    has_steps = bool(points) and all(later[1] > earlier[1] for earlier, later in pairwise(points))
+    has_steps = bool(points) and all(later[1] >= earlier[1] for earlier, later in pairwise(points))
     reports, steps = zip(*(points if has_steps else [(0.0, 0.0), (_MAX, _MAX)]), strict=True)
     for name, curve in curves.items():
         xs, ys = zip(*curve.points, strict=True)

@@ -48,6 +48,8 @@ class TrackedRun:
 def mark_ended(runs: Iterable[TrackedRun], status: str, warn: Callable[[str], object]) -> None:
     """Mark the runs of a training as ``FAILED`` or ``KILLED``; call ``warn`` with a message for each that it cannot."""
     for run in runs:
+        if run.kind == "tensorboard" or not run.link:  # TensorBoard has no marks, and a run without a link was not made
+            continue
         try:
             run.connect({}).finish(status, "")
         except Exception as error:  # noqa: BLE001 - whatever the tracker raises

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -63,6 +64,7 @@ class Tracker:
         self._names: dict[str, int] = {}
         self._points = np.empty((0, 4))  # columns: step, time in seconds since the epoch, index of the name, value
         self._sent = dict.fromkeys(self.runs, 0)  # last step that was sent to each tracker
+        self._history = deque([(0.0, 0)])  # times, and the step up to which each tracker had got all steps
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._senders = [threading.Thread(target=self._send, args=(run,), daemon=True, name=run.kind) for run in runs]
@@ -76,7 +78,9 @@ class Tracker:
         """
         if self.runs:
             at = time.time()
-            self._fresh.extend((step, at, name, scalar(value)) for name, value in metrics.items())
+            # MLflow refuses other characters in names, and then all metrics of a request.
+            names = {name: re.sub(r"[^\w.\- :/]", "_", str(name)).strip("/") for name in metrics}
+            self._fresh.extend((step, at, names[name], scalar(value)) for name, value in metrics.items())
 
     def points(self) -> dict[str, Any]:
         """Return the points that a restart may have to send, as arrays for a checkpoint or a recovery point."""
@@ -84,14 +88,17 @@ class Tracker:
             return {}
         with self._lock:
             fresh = []
-            while self._fresh:
+            for _ in range(len(self._fresh)):  # the loop may add points meanwhile
                 step, at, name, value = self._fresh.popleft()
-                with suppress(TypeError, ValueError, RuntimeError):  # no real number
+                with suppress(Exception):  # no real number
                     number = float(value)
                     fresh.append((step, at, self._names.setdefault(name, len(self._names)), number))
             points = np.concatenate([self._points, np.reshape(fresh, (-1, 4))])
-            is_unsent = points[:, 0] >= min(self._sent.values())
-            self._points = points[is_unsent | (points[:, 1] > time.time() - _KEEP_SECONDS)]
+            now = time.time()
+            self._history.append((now, min(self._sent.values())))
+            while len(self._history) > 1 and self._history[1][0] <= now - _KEEP_SECONDS:
+                self._history.popleft()
+            self._points = points[points[:, 0] >= self._history[0][1]]
             return {"tracked_names": np.array([*self._names]), "tracked_points": self._points}
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
@@ -146,6 +153,7 @@ class Tracker:
                 if wait_for_commit:
                     wait_for_commit()
                     self.committed = math.inf
+                self.points()  # reads the values from the device, also during an outage
                 backend = backend or run.connect(self._parameters)
                 self.runs[run.kind] = replace(run, link=backend.link)
                 if rows := self._rows(self._sent[run.kind], backend.last):

@@ -26,15 +26,11 @@ class Backend:
         lines = [line for file in files for line in subprocess.check_output([*_INSPECT, file]).splitlines()]
         steps = [json.loads(line)["history"]["step"]["num"] for line in lines if b'"type":"history"' in line]
         Path(dir).mkdir(parents=True, exist_ok=True)
+        fixed = {"dir": dir, "id": ids["run_id"], "resume": "allow", "reinit": "create_new"}
         run = self._run = wandb.init(
-            dir=dir,
-            id=ids["run_id"],
-            name=ids["run_name"],
-            resume="allow",
-            reinit="create_new",
             config={"elastic_train": ids, **parameters},
             settings=wandb.Settings(console="off", silent=True),
-            **options,
+            **({"name": ids["run_name"]} | options | fixed),
         )
         self.link = run.dir if run.offline else run.url
         last = max(run.step - 1, *steps, 0)

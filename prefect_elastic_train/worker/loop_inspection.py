@@ -113,7 +113,9 @@ def collect_commit_report(step: int, checkpoint_uri: str) -> CommitReport:
 def _measure_usage() -> RankUsage:
     state.process = state.process or psutil.Process()
     torch = sys.modules.get("torch")
-    gpu_bytes = torch.cuda.memory_reserved() if torch and torch.cuda.is_initialized() else 0
+    gpu_bytes = 0
+    if torch and torch.cuda.is_initialized():  # of all GPUs: this thread's current one need not be the loop's
+        gpu_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     return RankUsage(state.process.cpu_percent(), state.process.memory_info().rss, gpu_bytes)
 
 

@@ -134,7 +134,7 @@ def test_the_flow_process_marks_runs_of_a_training_that_failed(folder: Path) -> 
 
 def test_a_run_that_cannot_be_marked_is_one_warning() -> None:
     warnings: list[str] = []
-    away = TrackedRun("mlflow", IDS, {"tracking_uri": f"http://127.0.0.1:{free_port()}"})
+    away = TrackedRun("mlflow", IDS, {"tracking_uri": f"http://127.0.0.1:{free_port()}"}, "http://link")
     mark_ended([away], "FAILED", warnings.append)
     assert len(warnings) == 1
     assert warnings[0].startswith("The run in mlflow could not be marked as FAILED: MlflowException: ")
@@ -145,8 +145,10 @@ def test_a_run_that_cannot_be_marked_is_one_warning() -> None:
     [
         ({"tensorboard": {"log_dir": "runs"}}, ValueError, "log_dir of tensorboard must be an absolute path"),
         ({"mlflow": {"tracking_uri": "https://a:b@host"}}, ValueError, "or a URL without credentials"),
+        ({"mlflow": {"tracking_uri": "https://token@host"}}, ValueError, "or a URL without credentials"),
+        ({"mlflow": {"tracking_uri": "postgresql://db/m?password=p"}}, ValueError, "or a URL without credentials"),
         ({"mlflow": {"uri": "/runs"}}, TypeError, "tracking_uri"),
-        ({"wandb": {"dir": "/w", "settings": {"api_key": "x"}}}, TypeError, "wandb: settings must be a text"),
+        ({"wandb": {"dir": "/w", "settings": {"api_key": "x"}}}, TypeError, "wandb: settings must be a string"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from typing import Any
+from uuid import uuid4
 from xml.etree import ElementTree
 
 import pytest
@@ -573,3 +574,18 @@ def test_the_report_links_to_the_runs_in_trackers() -> None:
     runs = [TrackedRun("mlflow", {}, {}, "https://mlflow/run"), TrackedRun("tensorboard", {}, {}, "/runs/tensorboard")]
     text = render(report_of(started(), ev.TrackersOpened(runs=runs)), 10)
     assert "- run in mlflow <https://mlflow/run>\n- run in tensorboard `/runs/tensorboard`" in text
+
+
+def test_a_row_of_the_page_fits_into_what_prefect_keeps() -> None:
+    errors = [failed(at, causes=[Cause([1], f"{at} " + 200 * "x")]) for at in (50, 60, 70)]
+    report = report_of(started(), group(), reported(30, step=5, total_steps=10**9), *errors)
+    report.run_name = 200 * "n"
+    link = f"https://app.prefect.cloud/account/{uuid4()}/workspace/{uuid4()}/artifacts/artifact/{uuid4()}"
+    assert len(make_row(report, 80, link).model_dump_json()) <= 500
+
+
+def test_failed_trainings_stay_on_the_page_beside_many_others() -> None:
+    rows = [TrainingRow(cells={"training": str(number)}, rank=1, updated=1000.0 + number) for number in range(150)]
+    lost = TrainingRow(cells={"training": "lost"}, rank=3, updated=900.0)
+    page = sort_rows([*rows, lost], 1150)
+    assert (page[0].cells["training"], len(page)) == ("lost", 100)
