@@ -48,7 +48,20 @@ def model_of(kind: str) -> Any:
     """A network with all that depends on the batch or on random numbers."""
     import torch
 
+    class Shift(torch.nn.Module):
+        """Adds a running mean, whose values differ between ranks until DDP exchanges them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(1))
+
+        def forward(self, values: Any) -> Any:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(0.1 * values.mean())
+            return values + self.mean
+
     layers = torch.nn.Sequential(
+        Shift(),
         torch.nn.Conv2d(1, 8, 3, padding=1),
         torch.nn.BatchNorm2d(8),
         torch.nn.ReLU(),
