@@ -133,6 +133,21 @@ def verify_runs(
         raise typer.Exit(1)
 
 
+@app.command("apply")
+def apply_blocks(run: Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]) -> None:
+    """Make a live training use its changed saved blocks after its next checkpoint, instead of at its next attempt.
+
+    A new driver is started for it, which does not count as a driver restart. A session saves first, so no step is done
+    again.
+    """
+    from prefect.client.orchestration import get_client
+
+    from prefect_elastic_train.orchestration.saved_blocks import request_apply
+
+    with exit_on_error(), get_client(sync_client=True) as client:
+        print_lines(request_apply(client, run))
+
+
 @app.command("prune")
 def prune_runs(
     storage: StorageArgument,

@@ -146,6 +146,12 @@ class NodesLeftOut(Event):
     nodes: dict[str, str]
 
 
+class BlocksChanged(Event):
+    """A saved block of the training has other values. The next attempt uses them; ``is_applied``: it starts now."""
+
+    is_applied: bool = False
+
+
 class SavesPlanned(Event):
     """The interval between checkpoints changed; ``plan`` has the interval and its reason as text."""
 

@@ -121,14 +121,17 @@ class FlowRunWatch:
     """Polls the states of a training's flow run and its parents in a thread, with one request for all of them.
 
     While the Prefect API does not answer, the last answer stays valid. Prefect's client waits when the API limits the
-    rate.
+    rate. ``read_more`` is called in the same thread after each request.
     """
 
     #: The outermost flow run whose state ends the training; empty while there is none.
     ended = ""
 
-    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
+    def __init__(
+        self, flow_run_ids: Sequence[str], interval_seconds: float, read_more: Callable[[SyncPrefectClient], None]
+    ) -> None:
         self._flow_run_ids = flow_run_ids
+        self._read_more = read_more
         self._interval = interval_seconds
         self._closed = threading.Event()
         if flow_run_ids:
@@ -143,5 +146,6 @@ class FlowRunWatch:
             while not self._closed.wait(self._interval):
                 try:
                     self.ended = outermost_ended_flow_run(client, self._flow_run_ids)
+                    self._read_more(client)
                 except Exception as error:  # noqa: BLE001 - whatever it is, training continues
                     logger.debug("cannot read the state of the flow run: %s", error)

@@ -140,7 +140,9 @@ def _payloads(event: ev.Event, report: RunReport) -> Iterator[tuple[str, dict[st
             return
         case ev.StorageWaited() if event.seconds < MIN_REPORTED_WAIT_SECONDS:
             return
-        case ev.StragglerFound() | ev.NodesLeftOut() | ev.WaitingForCapacity() | ev.StorageWaited():
+        case (
+            ev.StragglerFound() | ev.NodesLeftOut() | ev.BlocksChanged() | ev.WaitingForCapacity() | ev.StorageWaited()
+        ):
             yield event.kind.replace("_", "-"), event.model_dump(exclude=_COMMON_FIELDS)
         case ev.CheckpointCommitted():
             checkpoint = report.checkpoints[-1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from logging import INFO, WARNING
 from typing import Any
 
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
@@ -22,7 +23,7 @@ from prefect.utilities.urls import url_for
 from prefect.variables import Variable
 
 from prefect_elastic_train.blocks.lookup import Blocks, load_block, saved_name
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, BlocksChanged, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
@@ -57,6 +58,7 @@ from .logs import RunLog
 from .position import TrainingPosition
 from .prefect_events import ATTEMPT_EVENTS, PREFIX
 from .report_publisher import Publisher, prefect_key
+from .saved_blocks import READ_SECONDS, ApplyBlocks, last_request
 from .training_result import TrainingResult
 
 #: Time limit for the signal of a runner whose flow run is cancelling.
@@ -166,7 +168,7 @@ class Training(Follower):
         request: The run request.
         blocks: The loaded blocks of the current attempt.
         saved_blocks: Names of saved blocks by argument. Each attempt after the first loads them again, so that changed
-            credentials are used.
+            values are used.
         position: The flow runs around the training, and its number among the trainings of its flow run.
         timeout_seconds: Time limit from the call on; None for no limit.
         submitted: True if the caller has a future, from ``elastic_train.submit``.
@@ -193,6 +195,13 @@ class Training(Follower):
         self._restarts_left = self.blocks.failures.driver_restarts
         #: Attempts in a row without a commit.
         self._idle_attempts = 0
+        #: The blocks as they were read last, and those whose changes are published.
+        self._newest_blocks = self._known_blocks = self.blocks
+        self._blocks_due_at = 0.0
+        #: Time of the newest request to apply changed blocks; negative while it is unknown.
+        self._requested_at = -1.0
+        #: True while a request waits for a commit, and after that commit.
+        self._is_requested = self._is_committed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
@@ -281,7 +290,7 @@ class Training(Follower):
         )
         if settings.reporting:
             self._publisher.start()
-        self._watch = FlowRunWatch(flow_run_ids, settings.flow_run_check_seconds)
+        self._watch = FlowRunWatch(flow_run_ids, settings.flow_run_check_seconds, self._read_changes)
         self._processes = TrainingProcesses(settings, self)
 
     def _end(self, error: BaseException) -> TrainingState:
@@ -343,7 +352,7 @@ class Training(Follower):
             self._log.note(f"The next driver starts in {seconds:.0f} s")
             self._processes.wait(seconds)
         try:
-            loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
+            blocks = self._load_blocks()
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the API does
@@ -353,18 +362,57 @@ class Training(Follower):
                 WARNING,
             )
             return
-        blocks = self.blocks._replace(**loaded)
         if blocks != self.blocks:
             self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
+            self._use(blocks)
+
+    def _load_blocks(self) -> Blocks:
+        loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
+        return self.blocks._replace(**loaded)
+
+    def _use(self, blocks: Blocks) -> None:
+        """Use changed blocks from the next attempt on. A local cluster is started again if it may have to change."""
+        if (blocks.scaling, blocks.cluster) != (self.blocks.scaling, self.blocks.cluster):
+            self._processes.close(keep_cluster=True)
         self.blocks = blocks
 
+    def _read_changes(self, client: SyncPrefectClient) -> None:
+        """Read requests to apply changed blocks, and then the blocks, every 15 s. Called in the thread of the watch."""
+        if not self.saved_blocks or time.monotonic() < self._blocks_due_at:
+            return
+        self._blocks_due_at = time.monotonic() + READ_SECONDS
+        requested_at = last_request(client, self.request.run_name)
+        self._newest_blocks = self._load_blocks()
+        # The first one may be of the time of an earlier process.
+        self._is_requested = self._is_requested or requested_at > self._requested_at >= 0
+        self._requested_at = requested_at
+
+    def _apply_changes(self) -> None:
+        """Publish that saved blocks have changed. Raise ApplyBlocks if that is requested, and no step is lost by it."""
+        newest = self._newest_blocks
+        if newest != self._known_blocks and newest != self.blocks:
+            self._publish(BlocksChanged())
+        self._known_blocks = newest
+        if self._is_requested and (self._is_committed or not self._publisher.report.world_size):
+            self._is_requested = self._is_committed = False
+            if newest != self.blocks and self._state is TrainingState.RUNNING:  # else the next attempt uses them
+                raise ApplyBlocks
+
     def _run_driver(self) -> AttemptEnded:
-        """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error."""
-        self.check_stop()
-        try:
-            ended = self._processes.run_attempt(self._next_spec())
-        finally:
-            self._log.close()
+        """Run one driver until it exits. Return its final event if it completed the run; otherwise raise an error.
+
+        If changed blocks are to be applied, another driver follows.
+        """
+        ended = None
+        while not ended:
+            try:
+                self.check_stop()
+                ended = self._processes.run_attempt(self._next_spec())
+            except ApplyBlocks:
+                self._publish(BlocksChanged(is_applied=True))
+                self._use(self._newest_blocks)
+            finally:
+                self._log.close()
         if not ended.sequence:
             # The driver sent no final event. The time since its last event is not counted.
             self._publisher.add(ended.model_copy(update={"at": self._publisher.report.last_event_at or ended.at}))
@@ -398,6 +446,7 @@ class Training(Follower):
         """
         if isinstance(event, CheckpointCommitted):
             self._idle_attempts = 0
+            self._is_committed = self._is_requested
         elif isinstance(event, AttemptStarted):
             self._restarts_left = event.left.get("driver restart", self._restarts_left)
             self.request = replace(self.request, begun=True)
@@ -406,8 +455,7 @@ class Training(Follower):
             if variable and uri != known_uri:  # the next attempt reads it again
                 # Without ``_sync``, ``set`` returns a coroutine in an async flow.
                 query_prefect(lambda _: Variable.set(variable, uri, overwrite=True, _sync=True))  # type: ignore[call-arg]
-        self._publisher.add(event, replayed)
-        self._log.event(event, replayed)
+        self._publish(event, replayed)
 
     def on_line(self, source: str, text: str) -> None:
         """Log a line of output of the driver or the local cluster. Called by the supervisor."""
@@ -423,6 +471,7 @@ class Training(Follower):
         Raises:
             Stop: A signal came, the coroutine of the training was cancelled, or its flow run was cancelled or has
                 ended.
+            ApplyBlocks: A person requested that the changed blocks are used, and a checkpoint was committed since.
             TrainingTimeoutError: ``timeout_seconds`` have passed.
         """
         if self._is_interrupted():
@@ -435,6 +484,7 @@ class Training(Follower):
                 "commits are kept, and a retry of the flow run resumes from there",
                 outcome=Outcome.TIMED_OUT,
             )
+        self._apply_changes()
 
     def keeps_job(self, reason: BaseException) -> bool:
         """Return True if the Ray job continues after ``reason`` was raised here, so that another process can follow it.
@@ -446,8 +496,12 @@ class Training(Follower):
         return self._state is TrainingState.DETACHING
 
     def saves_first(self, reason: BaseException) -> bool:
-        """Return True if a session saves before the training ends: after SIGTERM that is not a cancellation."""
-        return get_settings().termination_grace_seconds > 0 and self._may_detach(reason)
+        """Return True if a session saves before its driver ends.
+
+        It does before changed blocks are applied, and after SIGTERM that is not a cancellation.
+        """
+        saves = isinstance(reason, ApplyBlocks) or self._may_detach(reason)
+        return saves and get_settings().termination_grace_seconds > 0
 
     def logged_until(self) -> float:
         """Return the time up to which an earlier process has published this training's events; 0 if there are none.
@@ -456,6 +510,10 @@ class Training(Follower):
         """
         published = self._last_event_time()
         return time.time() if published is None or not get_settings().reporting else published
+
+    def _publish(self, event: Event, replayed: bool = False) -> None:
+        self._publisher.add(event, replayed)
+        self._log.event(event, replayed)
 
     def _last_event_time(self, **more: Any) -> float | None:
         """Return the time of the newest Prefect event of this run, as :func:`last_event_time` does.

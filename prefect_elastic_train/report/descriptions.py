@@ -71,6 +71,9 @@ def describe(event: ev.Event, checkpoint: str = "", locations: Mapping[int, str]
             return Description(
                 f"the next worker groups leave out {len(event.nodes)} node(s)", reasons, is_warning=bool(reasons)
             )
+        case ev.BlocksChanged():
+            when = "a new attempt starts, which uses" if event.is_applied else "the next attempt uses"
+            return Description(f"saved blocks have changed: {when} their values")
         case ev.SavesPlanned():
             return Description(f"the loop saves {event.plan}")
         case ev.StallTimeoutLearned():

@@ -224,6 +224,11 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
                 self.stall_timeout = event.limit
             case ev.LoopWarned() | ev.NodesLeftOut() | ev.StragglerFound():
                 self._describe(event, "loop")
+            case ev.BlocksChanged():
+                self._describe(event, "blocks")
+                if event.is_applied:
+                    self.last_end = "it was stopped to apply changed blocks"
+                    self._set_state("restarting the driver", "changed blocks are applied")
             case ev.StorageWaited():
                 self._describe(event, "storage")
                 if [incident.kind for incident in self.incidents[-2:]] == ["storage", "storage"]:  # one incident

@@ -36,8 +36,12 @@ from tests.support.scripted_driver import MODULE
 
 
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block."""
+    """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block.
+
+    A scaling is its fields, or a saved block.
+    """
     storage = arguments["storage"]
+    scaling = arguments.get("scaling", {})
     cluster = arguments.get("cluster", {})
     if "address" not in cluster:  # it does not wait for CPUs that trainings of other tests use
         cluster = {"num_cpus": os.cpu_count(), **cluster}
@@ -57,7 +61,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "train_loop_config": arguments.get("config"),
         "framework": arguments.get("framework", "none"),
         # Two cores have better things to do in the tests of something else than to boot a second worker beside each.
-        "scaling": ElasticScaling(**{"standby": "off", **arguments.get("scaling", {})}),
+        "scaling": ElasticScaling(**{"standby": "off", **scaling}) if isinstance(scaling, dict) else scaling,
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
         "storage": S3Storage(**storage) if isinstance(storage, dict) else storage,

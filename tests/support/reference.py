@@ -229,6 +229,7 @@ _EXAMPLES: list[events.Event] = [
     events.LoopWarned(attempt=2, problem="no-report", message=""),
     events.StragglerFound(attempt=2, rank=1, node_id="b", seconds=1.3, usual_seconds=1.0),
     events.NodesLeftOut(attempt=2, nodes={"b": "crashed"}),
+    events.BlocksChanged(attempt=2),
     events.StorageWaited(attempt=2, who="the controller", seconds=60.0),
 ]
 

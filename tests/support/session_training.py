@@ -30,7 +30,7 @@ class SessionTraining:
         start: Start,
         folder: Path,
         framework: str = "torch",
-        scaling: dict[str, Any] = TWO,
+        scaling: dict[str, Any] | str = TWO,
         fsdp: bool = False,
         save_every: int = 15,
         recovery_points: int | str = "off",

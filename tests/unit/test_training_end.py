@@ -23,7 +23,13 @@ from prefect.states import Cancelling, Failed, Running
 
 from prefect_elastic_train import ElasticScaling, FailureBudget
 from prefect_elastic_train.core.causes import Cause
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, WorkerFailed
+from prefect_elastic_train.core.events import (
+    AttemptEnded,
+    AttemptStarted,
+    BlocksChanged,
+    CheckpointCommitted,
+    WorkerFailed,
+)
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import flow_run_state, report_publisher, supervision, task
@@ -191,6 +197,35 @@ def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_an
     assert notes[0] == "A saved block has changed since the previous attempt; this attempt uses the new values"
     assert "cannot be loaded now: ConnectionError: no answer. They are used as they were" in notes[1]
     assert len(notes) == 2
+
+
+@pytest.mark.parametrize("world", [0, 2])
+@pytest.mark.parametrize(("requests", "is_changed"), [((0.0, 5.0), True), ((0.0, 5.0), False), ((5.0, 5.0), True)])
+def test_a_request_applies_changed_blocks_after_a_commit_or_while_nothing_trains_unless_it_is_old(
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, requests: tuple[float, float], is_changed: bool, world: int
+) -> None:
+    monkeypatch.setattr(supervision, "last_request", Mock(side_effect=requests))
+    monkeypatch.setattr(supervision, "READ_SECONDS", -1.0)
+    monkeypatch.setattr(supervision, "load_block", lambda *_: ElasticScaling(max_workers=1 + is_changed))
+    training = make_training(_loop)
+    training.saved_blocks = {"scaling": "elastic-scaling/lab"}
+    published = Mock()
+    processes.attempts = [[LOST]]
+    _fail(training)
+    monkeypatch.setattr(training, "_publish", published)
+    training._enter(TrainingState.RUNNING)
+    training._publisher.report.world_size = world
+    for _ in requests:
+        training._read_changes(Mock())
+    applies = is_changed and requests[0] != requests[1]
+    with pytest.raises(supervision.ApplyBlocks) if applies and not world else nullcontext():
+        training.check_stop()
+    with pytest.raises(supervision.ApplyBlocks) if applies and world else nullcontext():
+        training.on_event(COMMITTED, replayed=False)
+        training.check_stop()
+    training.check_stop()
+    told = [call.args[0] for call in published.call_args_list]
+    assert [isinstance(event, BlocksChanged) for event in told if event != COMMITTED] == [True] * is_changed
 
 
 @pytest.mark.parametrize(("limit", "remaining"), [(None, math.inf), (60.0, 59.0)])
@@ -363,7 +398,7 @@ def test_all_flow_runs_around_a_training_are_one_request_and_errors_of_the_api_e
     ids = [str(uuid4()) for _ in range(3)]
     ended = [FlowRun(id=one, flow_id=uuid4()) for one in ids[1:]]
     prefect_api.read_flow_runs.side_effect = chain([[], ConnectionError("429")], repeat(ended))
-    watch = flow_run_state.FlowRunWatch(ids, 0.01)
+    watch = flow_run_state.FlowRunWatch(ids, 0.01, lambda client: None)
     wait_for(lambda: watch.ended, 10, "the end of a flow run")
     watch.close()
     assert watch.ended == ids[-1]
