@@ -4,6 +4,7 @@ A thread does all the writing, so nothing waits for the Prefect API. After an er
 """
 
 import math
+import random
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
 from prefect_elastic_train.report.markdown import render, summary_line
-from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
+from prefect_elastic_train.report.overview import TrainingRow, count_live, make_row, render_page, sort_rows
 from prefect_elastic_train.report.run_report import RunReport
 
 from .client_metrics import update_metrics
@@ -36,10 +37,14 @@ _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 60.0
 #: Seconds between two updates of the progress.
 _PROGRESS_SECONDS = 30.0
-#: Key of the artifact with all trainings, seconds between two updates of a row, and tries to write it.
+#: Key of the artifact with all trainings.
 PAGE_KEY = "elastic-trainings"
+#: Least seconds between two updates of a row, and seconds for each live training: all together write once a second.
 _PAGE_SECONDS = 20.0
+_PAGE_SECONDS_EACH = 1.0
+#: Tries to write a row a last time, and longest pause after each.
 _PAGE_TRIES = 5
+_PAGE_PAUSE_SECONDS = 0.3
 #: Seconds between two plots, each of which may take a second, and longest time that one may take.
 _PLOT_SECONDS = 60.0
 _MAX_UNSENT_EVENTS = 1000
@@ -57,13 +62,13 @@ def prefect_key(prefix: str, name: str) -> str:
 
 
 def read_page(client: SyncPrefectClient) -> tuple[str, dict[str, TrainingRow]]:
-    """Return the id of the artifact with all trainings, empty if there is none yet, and its rows by run name."""
+    """Return the id of the artifact with all trainings, empty if there is none yet, and its rows by their keys."""
     query = {"artifacts": {"key": {"any_": [PAGE_KEY]}}}
     for page in client.request("POST", "/artifacts/latest/filter", json=query).json():
         rows = {}
-        for name, row in (page["metadata_"] or {}).items():
+        for key, row in (page["metadata_"] or {}).items():
             with suppress(ValidationError):  # cut by Prefect, which keeps 500 characters, or of another version
-                rows[name] = TrainingRow.model_validate_json(row)
+                rows[key] = TrainingRow.model_validate_json(row)
         return page["latest_id"], rows
     return "", {}
 
@@ -245,21 +250,27 @@ class Publisher:
     def _update_page(self, client: SyncPrefectClient, report: RunReport, now: float) -> None:
         """Replace the row of the training on the page of all trainings, which other processes write, too.
 
-        The row is written until it is there, since another process may overwrite it at the same moment.
+        Another process that writes at the same moment may overwrite the row. The next update brings it back. Only the
+        last update is repeated until the row is there.
         """
         base = report.flow_run_url.partition("/runs/")[0]
-        own = make_row(report, now, base and f"{base}/artifacts/artifact/{self._artifacts.get('markdown')}")
+        own = make_row(report, now, str(self._artifacts["markdown"]))
         for _ in range(_PAGE_TRIES):
             page, rows = read_page(client)
-            if rows.get(own.cells["training"]) == own:
+            if rows.get(own.key) == own:
                 return
-            newest = sort_rows({**rows, own.cells["training"]: own}.values(), now)
-            metadata = {row.cells["training"]: row.model_dump_json() for row in newest}
-            content = {"data": render_page(newest, now), "metadata_": metadata}
+            newest = sort_rows({**rows, own.key: own}.values(), now)
+            metadata = {row.key: row.model_dump_json() for row in newest}
+            content = {"data": render_page(newest, now, f"{base}/artifacts/artifact/"), "metadata_": metadata}
             if page:
                 client.request("PATCH", "/artifacts/{id}", path_params={"id": page}, json=content)
             else:
                 client.create_artifact(ArtifactCreate.model_validate({"key": PAGE_KEY, "type": "markdown", **content}))
+            if not self._stopping.is_set():
+                seconds = max(_PAGE_SECONDS, _PAGE_SECONDS_EACH * count_live(newest))
+                self._due_at["page"] = time.monotonic() + seconds * random.uniform(1.0, 1.5)
+                return
+            time.sleep(random.uniform(0.0, _PAGE_PAUSE_SECONDS))
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Create the run's Prefect artifact of this kind, or update the one that this object has created.

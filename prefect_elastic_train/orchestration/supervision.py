@@ -273,6 +273,7 @@ class Training(Follower):
         flow_run_id = flow_run_ids[0] if flow_run_ids else ""
         report = RunReport(
             run_name=self.request.run_name,
+            run_uri=f"{self.blocks.storage.uri}/{self.request.run_name}",
             totals=self.request.totals,
             score_attribute=self.blocks.checkpoints.score_attribute,
             score_order=self.blocks.checkpoints.score_order,

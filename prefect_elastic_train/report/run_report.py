@@ -164,7 +164,8 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     curves: dict[str, Curve] = {}
     steps: Curve = Curve()  # the step of each report, as far as known
     position: int = 0  # number of the newest report
-    world_sizes: list[tuple[float, int]] = []
+    world_sizes: list[tuple[float, int]] = []  # the newest changes
+    worker_seconds: float = 0.0  # time of all workers together, up to the last event
     is_new_wait: bool = False  # the last event was the first of a wait for capacity
     last_end: str = ""  # reason why the last driver ended, for the next one
 
@@ -172,6 +173,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         """Update the report with the next event of the run."""
         self.tally.add(event)
         if not isinstance(event, ev.RunRecalled | ev.ControllerAlive):
+            self.worker_seconds += self.world_size * max(0.0, event.at - self.last_event_at)
             self.last_event_at = max(self.last_event_at, event.at)
         if isinstance(event, ev.FirstStep | ev.Report) and self.world_size:  # workers train
             for incident in self.incidents:
@@ -275,7 +277,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         The settings of this process stay, such as the run's name and links, and the current state.
         """
         local = {"run_name", "score_attribute", "score_order", "totals"}
-        local |= {"flow_run_url", "storage_block", "dashboard_url", "state", "detail"}
+        local |= {"flow_run_url", "storage_block", "run_uri", "dashboard_url", "state", "detail"}
         with suppress(ValidationError):  # written by another version
             vars(self).update(vars(RunReport.model_validate(report | self.model_dump(include=local))))
 

@@ -20,6 +20,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration import report_publisher as publisher_module
 from prefect_elastic_train.orchestration.report_publisher import PAGE_KEY, Publisher, read_page
 from prefect_elastic_train.report import pictures
+from prefect_elastic_train.report.overview import TrainingRow
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import free_port, wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
@@ -50,8 +51,8 @@ def make(flow_run_id: str, name: str) -> Iterator[Make]:
     """Makes publishers, and ends them."""
     made: list[Publisher] = []
 
-    def make_publisher(on_error: Callable[[str], None] = print, **more: Any) -> Publisher:
-        report = RunReport(run_name=name, score_attribute="loss", score_order="min")
+    def make_publisher(on_error: Callable[[str], None] = print, name: str = name, **more: Any) -> Publisher:
+        report = RunReport(run_name=name, run_uri=f"/runs/{name}", score_attribute="loss", score_order="min")
         made.append(Publisher(report, on_error, flow_run_id=flow_run_id, **more))
         made[-1].start()
         return made[-1]
@@ -62,7 +63,8 @@ def make(flow_run_id: str, name: str) -> Iterator[Make]:
 
 
 def _begin(publisher: Publisher, workers: int = 2, told: bool = False) -> Publisher:
-    publisher.add(ev.AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri="/runs/r", counted=1), replayed=told)
+    uri = publisher.report.run_uri
+    publisher.add(ev.AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri=uri, counted=1), replayed=told)
     ranks = {f"10.0.0.1:{rank}": rank for rank in range(workers)}
     publisher.add(ev.WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), replayed=told)
     return publisher
@@ -78,6 +80,10 @@ def _report(index: int, total: int = 1000, checkpoint: str = "") -> ev.Event:
     if checkpoint:
         return ev.CheckpointCommitted(**common, checkpoint=checkpoint, size_bytes=1000)
     return ev.Reported(**common)
+
+
+def _rows(client: SyncPrefectClient, read: Callable[..., Any] = read_page) -> dict[str, TrainingRow]:
+    return {row.cells["training"]: row for row in read(client)[1].values()}
 
 
 def _names(client: SyncPrefectClient, name: str) -> list[str]:
@@ -115,8 +121,7 @@ def test_the_page_of_all_trainings_has_a_row_of_each_and_those_in_trouble_come_f
     names = [f"{name}-{state}" for state in ("failed", "trains", "completed")]
     publishers = []
     for run_name in reversed(names):
-        publishers.append(_begin(make()))
-        publishers[-1].report.run_name = run_name
+        publishers.append(_begin(make(name=run_name)))
         publishers[-1].add(_report(250, checkpoint="checkpoint-1"))
     completed, trains, failed = publishers
     for publisher in (trains, failed):
@@ -126,7 +131,7 @@ def test_the_page_of_all_trainings_has_a_row_of_each_and_those_in_trouble_come_f
     completed.end("completed")
 
     def rows() -> dict[str, dict[str, str]]:
-        return {run: row.cells for run, row in read_page(client)[1].items() if run in names}
+        return {run: row.cells for run, row in _rows(client).items() if run in names}
 
     assert [*rows()] == names
     assert {row["failures"] for row in rows().values()} == {"none", "1 × ValueError: nan"}
@@ -141,21 +146,59 @@ def test_a_last_row_that_another_process_overwrites_is_written_again(
     make: Make, client: SyncPrefectClient, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = _begin(make())
-    wait_for(lambda: name in read_page(client)[1], 20, "its row")
+    wait_for(lambda: name in _rows(client), 20, "its row")
     page, before = read_page(client)
     read, overwritten = publisher_module.read_page, list[bool]()
 
     def overwritten_once(api: SyncPrefectClient) -> Any:
-        state = read(api)[1][name].cells["state"]
+        state = _rows(api)[name].cells["state"]
         if state == "Completed" and not overwritten:  # by a process that has read the page before
             overwritten.append(True)
-            metadata = {run: row.model_dump_json() for run, row in before.items()}
+            metadata = {key: row.model_dump_json() for key, row in before.items()}
             client.request("PATCH", "/artifacts/{id}", path_params={"id": page}, json={"metadata_": metadata})
         return read(api)
 
     monkeypatch.setattr(publisher_module, "read_page", overwritten_once)
     publisher.end("completed")
-    assert (read(client)[1][name].cells["state"], overwritten) == ("Completed", [True])
+    assert (_rows(client, read)[name].cells["state"], overwritten) == ("Completed", [True])
+
+
+def test_runs_of_one_name_in_two_storages_and_long_names_have_rows_of_their_own(
+    make: Make, client: SyncPrefectClient
+) -> None:
+    name = secrets.token_hex(30)
+    names = [f"{name}-1", f"{name}-1", f"{name}-2"]
+    publishers = [make(name=run_name) for run_name in names]
+    for number, publisher in enumerate(publishers):
+        publisher.report.run_uri = f"s3://bucket-{number}/{publisher.report.run_name}"
+    for number, publisher in enumerate(publishers):
+        _begin(publisher, workers=number + 1).close()
+    rows = [row for row in read_page(client)[1].values() if row.cells["training"] == names[0][:50]]
+    assert sorted(row.cells["size"] for row in rows) == ["1", "2", "3"]
+
+
+def test_a_row_is_written_less_often_beside_many_live_trainings_and_a_lost_one_comes_back(
+    make: Make, client: SyncPrefectClient, name: str
+) -> None:
+    publisher = _begin(make())
+    own = wait_for(lambda: _rows(client).get(name), 20, "its row")
+    cells = own.cells | {"training": "another"}
+    live = [own.model_copy(update={"key": f"{name}-{n}", "cells": cells}) for n in range(80)]
+
+    def overwrite(rows: list[TrainingRow]) -> None:
+        metadata = {row.key: row.model_dump_json() for row in rows}
+        client.request(
+            "PATCH", "/artifacts/{id}", path_params={"id": read_page(client)[0]}, json={"metadata_": metadata}
+        )
+
+    overwrite(live)
+    publisher._due_at["page"] = 0.0
+    publisher.add(_failed(7))
+    wait_for(lambda: name in _rows(client), 20, "its row again")
+    wait_for(lambda: publisher._due_at["page"] > time.monotonic() + 60, 5, "the time of the next update")
+    assert publisher._due_at["page"] < time.monotonic() + 1.5 * 81
+    publisher.close()
+    overwrite([])
 
 
 def test_events_relate_to_what_their_training_belongs_to_and_are_one_however_often_they_are_told(

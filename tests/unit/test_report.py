@@ -20,7 +20,7 @@ from prefect_elastic_train.report.descriptions import describe
 from prefect_elastic_train.report.formats import duration, format_metrics
 from prefect_elastic_train.report.markdown import headline, render, summary_line
 from prefect_elastic_train.report.measurements import measure
-from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
+from prefect_elastic_train.report.overview import TrainingRow, count_live, make_row, render_page, sort_rows
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
 from prefect_elastic_train.trackers.tracked_run import TrackedRun
@@ -264,6 +264,7 @@ def test_a_later_supervisor_takes_over_the_report_and_keeps_its_own_settings() -
     before = report_of(started(), group(), committed(30, loss=1), failed(40), score_attribute="x")
     before.run_name = "other"
     own = {"run_name": "llama", "score_attribute": "loss", "score_order": "min", "dashboard_url": "http://ray"}
+    own["run_uri"] = "/moved/llama"
     recalled = RunReport(**own)
     recalled.add(ev.RunRecalled(report={"attempt": "many"}))  # of another version
     recalled.add(ev.RunRecalled(report=before.model_dump(mode="json")))
@@ -315,7 +316,7 @@ def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_ti
     def row(name: str, *events: ev.Event, now: float = 100) -> TrainingRow:
         report = report_of(started(), group(20), *events)
         report.run_name = name
-        return make_row(report, now, "http://prefect/r")
+        return make_row(report, now, "r")
 
     pace = [reported(30 + 10 * n, step=n, total_steps=10) for n in range(3)]
     rows = [
@@ -326,6 +327,7 @@ def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_ti
         row("silent", *pace, now=200),
     ]
     ordered = sort_rows(rows, 1101)
+    assert count_live(ordered) == 2
     assert [row.cells["training"] for row in ordered] == ["failed", "silent", "restarts", "trains", "completed"]
     assert ordered[3].cells == {
         "training": "trains",
@@ -336,7 +338,7 @@ def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_ti
         "cost (h)": "1.20",
         "updated": "01-01 00:18",
     }
-    page = render_page(ordered, 1101)
+    page = render_page(ordered, 1101, "http://prefect/")
     assert "| [silent](http://prefect/r) | **Training" in page
     assert "| [trains](http://prefect/r) | Training" in page
 
@@ -577,15 +579,23 @@ def test_the_report_links_to_the_runs_in_trackers() -> None:
 
 
 def test_a_row_of_the_page_fits_into_what_prefect_keeps() -> None:
-    errors = [failed(at, causes=[Cause([1], f"{at} " + 200 * "x")]) for at in (50, 60, 70)]
-    report = report_of(started(), group(), reported(30, step=5, total_steps=10**9), *errors)
+    now = 1_800_000_000.123456
+    errors = [failed(now + at, causes=[Cause([1], f'{at} "KeyError"\0' + 200 * "x")]) for at in (10, 20, 30)]
+    pace = [reported(now + at, global_step=at * 1e15, total_steps=1e60) for at in (40, 90)]
+    report = report_of(started(at=now), *errors, group(now + 30, 100_000), *pace)
     report.run_name = 200 * "n"
-    link = f"https://app.prefect.cloud/account/{uuid4()}/workspace/{uuid4()}/artifacts/artifact/{uuid4()}"
-    assert len(make_row(report, 80, link).model_dump_json()) <= 500
+    assert 400 < len(make_row(report, now + 100, str(uuid4())).model_dump_json()) <= 500
 
 
 def test_failed_trainings_stay_on_the_page_beside_many_others() -> None:
-    rows = [TrainingRow(cells={"training": str(number)}, rank=1, updated=1000.0 + number) for number in range(150)]
-    lost = TrainingRow(cells={"training": "lost"}, rank=3, updated=900.0)
+    rows = [TrainingRow(key=str(number), cells={}, rank=1, updated=1000.0 + number) for number in range(150)]
+    lost = TrainingRow(key="lost", cells={}, rank=3, updated=900.0)
     page = sort_rows([*rows, lost], 1150)
-    assert (page[0].cells["training"], len(page)) == ("lost", 100)
+    assert (page[0].key, len(page)) == ("lost", 100)
+
+
+def test_the_cost_on_the_page_has_the_time_of_all_workers_after_any_number_of_restarts() -> None:
+    events: list[ev.Event] = [started(at=0)]
+    for at in range(0, 10_000, 10):
+        events += [group(at, 36), failed(at + 5)]
+    assert make_row(report_of(*events), 10_000).cells["cost (h)"] == "50.00"
