@@ -44,18 +44,17 @@ def render(
     """
     values = _values(scaling, failures, kuberay)
     # Without a training, the cluster has no workers.
-    shared = values | {"min_replicas": 0, "head_env": []}
-    texts = {file: _fill(file, shared) for file in _FILES}
+    texts = {file: _fill(file, values | {"min_replicas": 0}) for file in _FILES}
     if command:
+        values |= {"entrypoint": command, "head_env": [{"secretRef": {"name": f"{kuberay.name}-prefect"}}]}
         spec = _fill("cluster.yaml", values).partition("\nspec:\n")[2]
-        texts["job.yaml"] = _fill("job.yaml", values | {"entrypoint": command}) + indent(spec, "  ")
+        texts["job.yaml"] = _fill("job.yaml", values) + indent(spec, "  ")
     return texts
 
 
 def run_manifest(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRaySettings) -> Any:
     """Return the RayCluster of a single run, with pods for ``min_workers`` from the start. Raises as :func:`render`."""
-    values = _values(scaling, failures, kuberay) | {"head_env": []}
-    return YAML(typ="safe").load(_fill("cluster.yaml", values))
+    return YAML(typ="safe").load(_fill("cluster.yaml", _values(scaling, failures, kuberay)))
 
 
 def idle_seconds(scaling: ScalingSettings, failures: FailureSettings) -> int:
@@ -132,6 +131,6 @@ def _values(scaling: ScalingSettings, failures: FailureSettings, kuberay: KubeRa
             "pod": pod,
             "selector": selector,
             "tolerations": place["tolerations"] + nodes["tolerations"][scaling.accelerator],
-            "head_env": [{"secretRef": {"name": f"{kuberay.name}-prefect"}}],
+            "head_env": [],
         }
     )

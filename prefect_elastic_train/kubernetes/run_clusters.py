@@ -7,7 +7,7 @@ depends on flow run and run only: a resumed flow run finds the cluster, and its 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from .manifests import run_manifest
 
 #: ``<namespace>/<name>/<uid>`` of this pod. The rendered work pool sets it.
 POD_VARIABLE = "ELASTIC_TRAIN_POD"
+#: HTTP statuses of answers that may be different the next time; 0: no answer.
+_TRANSIENT = (0, 429, 500, 502, 503, 504)
 _RESOURCE = {"group": "ray.io", "version": "v1", "plural": "rayclusters", "_request_timeout": 10}
 
 
@@ -31,21 +33,25 @@ class RunCluster(NamedTuple):
     def wait_until_ready(self, limit_seconds: float, wait: Callable[[float], None]) -> str:
         """Wait until the head runs, and return the address of its dashboard within the Kubernetes cluster.
 
+        While Kubernetes does not answer, or is overloaded, the wait continues.
+
         Args:
             limit_seconds: Limit of the wait.
             wait: Waits for some seconds, and raises if the training has to stop.
 
         Raises:
-            AttemptFailedError: The head does not run within the limit, or the cluster was deleted.
+            AttemptFailedError: The head does not run within the limit, Kubernetes refuses, or the cluster was deleted.
         """
         deadline = time.monotonic() + limit_seconds
         while True:
-            with _requests(f"read {self}") as api:
+            is_late = time.monotonic() > deadline
+            status: dict[str, Any] = {}
+            with _requests(f"read {self}", ignored=() if is_late else _TRANSIENT) as api:
                 status = api.get_namespaced_custom_object(**self._asdict(), **_RESOURCE).get("status", {})
             for condition in status.get("conditions", []):
                 if condition["type"] == "HeadPodReady" and condition["status"] == "True":
                     return f"http://{self.name}-head-svc.{self.namespace}.svc:8265"
-            if time.monotonic() > deadline:
+            if is_late:
                 raise AttemptFailedError(
                     f"the head of {self} did not run within start_timeout_seconds ({limit_seconds:g} s): see `kubectl "
                     f"--namespace {self.namespace} describe raycluster {self.name}`",
@@ -55,7 +61,7 @@ class RunCluster(NamedTuple):
 
     def delete(self) -> None:
         """Delete the cluster, unless it was deleted. Kubernetes then deletes its pods."""
-        with _requests(f"delete {self}", ignored=404) as api:
+        with _requests(f"delete {self}", ignored=[404]) as api:
             api.delete_namespaced_custom_object(**self._asdict(), **_RESOURCE)
 
     def __str__(self) -> str:
@@ -87,7 +93,7 @@ def create(spec: DriverSpec, kuberay: KubeRaySettings) -> RunCluster:
         "annotations": {"elastic-train/run": run.run_name},
         "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": pod_name, "uid": pod_uid}],
     }
-    with _requests(f"create {cluster}", ignored=409) as api:
+    with _requests(f"create {cluster}", ignored=[409]) as api:
         api.create_namespaced_custom_object(namespace=namespace, body=manifest, **_RESOURCE)
     # An earlier process of the flow run may have created it. Its replicas are the autoscaler's, so it stays as it is.
     with _requests(f"own {cluster}") as api:
@@ -96,10 +102,10 @@ def create(spec: DriverSpec, kuberay: KubeRaySettings) -> RunCluster:
 
 
 @contextmanager
-def _requests(action: str, ignored: int = -1) -> Iterator[Any]:
+def _requests(action: str, ignored: Collection[int] = ()) -> Iterator[Any]:
     """Yield Kubernetes' API of custom objects, and describe its errors as those of an action.
 
-    An answer with the HTTP status ``ignored`` ends the ``with`` block without an error.
+    An answer with one of the HTTP statuses ``ignored`` (0: no answer) ends the ``with`` block without an error.
     """
     try:
         from kubernetes import client, config
@@ -109,9 +115,14 @@ def _requests(action: str, ignored: int = -1) -> Iterator[Any]:
     try:
         config.load_incluster_config()  # type: ignore[no-untyped-call]
         yield client.CustomObjectsApi()
+    except config.ConfigException as error:
+        raise ConfigurationError(
+            f"cannot {action}: this pod has no service account for the API of Kubernetes ({error}). Start the flow run "
+            "from the work pool of `elastic-train kubernetes render`, which gives it one"
+        ) from error
     except (HTTPError, client.ApiException) as error:
         status = getattr(error, "status", 0)
-        if status != ignored:
+        if status not in ignored:
             outcome = Outcome.INVALID if status in (400, 401, 403, 422) else Outcome.CLUSTER_LOST
             reason = " ".join(str(getattr(error, "body", error)).split())[-500:]
             raise AttemptFailedError(f"cannot {action}: {reason}", outcome=outcome) from error

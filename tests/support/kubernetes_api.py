@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,6 +44,8 @@ class ApiServer:
     admin_token: Path
     #: The service account of flow runs, with the rights of the rendered ``run-clusters.yaml``.
     flows_token: Path
+    #: HTTP statuses of the next answers of the stand-in.
+    failures: list[int] = field(default_factory=list)
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
         """Send a request as an administrator, and return the answer's content."""
@@ -142,8 +144,10 @@ def _stand_in(folder: Path, admin: Path, flows: Path) -> Iterator[ApiServer]:
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    running = ApiServer(server.server_port, certificate, admin, flows)
+    server.failures = running.failures  # type: ignore[attr-defined]
     try:
-        yield ApiServer(server.server_port, certificate, admin, flows)
+        yield running
     finally:
         server.shutdown()
         server.server_close()
@@ -201,6 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers["Authorization"].split()[-1] not in self.server.tokens:  # type: ignore[attr-defined]
             status = 401
             content = {"message": "Unauthorized"}
+        elif self.server.failures:  # type: ignore[attr-defined]
+            status = self.server.failures.pop()  # type: ignore[attr-defined]
+            content = {"message": "the server is busy"}
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

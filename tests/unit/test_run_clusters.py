@@ -12,7 +12,7 @@ from kubernetes.config import incluster_config
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings, KubeRaySettings
 from prefect_elastic_train.kubernetes.run_clusters import RunCluster, create
-from tests.support.kubernetes_api import NAMESPACE, ApiServer, kubernetes_api
+from tests.support.kubernetes_api import IS_REAL, NAMESPACE, ApiServer, kubernetes_api
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, Stop, claim
 from tests.unit.test_following import Supervisor
 
@@ -114,6 +114,33 @@ def test_the_wait_has_a_limit_and_ends_with_the_training(api: ApiServer) -> None
 
     with pytest.raises(Stop):
         cluster.wait_until_ready(60, wait)
+
+
+@pytest.mark.skipif(IS_REAL, reason="a real API server does not fail on request")
+def test_a_busy_or_silent_api_server_is_waited_for_within_the_limit(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = create(claim(), KUBERAY)
+    api.change(cluster.name, "/status", **_ready(READY))
+    api.failures.extend([503, 429])
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1" if len(waits) == 2 else str(api.port))
+
+    assert cluster.wait_until_ready(60, wait).startswith("http://")
+    assert len(waits) == 3
+    api.failures.append(503)
+    with pytest.raises(AttemptFailedError, match=r"cannot read RayCluster .*the server is busy") as late:
+        cluster.wait_until_ready(-1, _never)
+    assert late.value.retryable
+
+
+def test_a_pod_without_a_service_account_makes_no_cluster(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", "/nowhere")
+    with pytest.raises(ConfigurationError, match="this pod has no service account for the API of Kubernetes"):
+        create(claim(), KUBERAY)
 
 
 def test_a_deleted_cluster_is_lost_and_may_be_deleted_again(api: ApiServer) -> None:
