@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import TaskRunContext
 from prefect.events import RelatedResource
 from pydantic import ValidationError
@@ -24,7 +23,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS
 from prefect_elastic_train.report.markdown import render, summary_line
-from prefect_elastic_train.report.overview import TrainingRow, count_live, make_row, render_page, sort_rows
+from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
 from prefect_elastic_train.report.run_report import RunReport
 
 from .client_metrics import update_metrics
@@ -39,12 +38,11 @@ _IDLE_SECONDS = 60.0
 _PROGRESS_SECONDS = 30.0
 #: Key of the artifact with all trainings.
 PAGE_KEY = "elastic-trainings"
-#: Least seconds between two updates of a row, and seconds for each live training: all together write once a second.
-_PAGE_SECONDS = 20.0
-_PAGE_SECONDS_EACH = 1.0
-#: Tries to write a row a last time, and longest pause after each.
+#: Least seconds between two updates of a row. With more live trainings than that, it is their number, so that all of
+#: them together write about once a second.
+_PAGE_SECONDS = 20
+#: Tries to write a row a last time.
 _PAGE_TRIES = 5
-_PAGE_PAUSE_SECONDS = 0.3
 #: Seconds between two plots, each of which may take a second, and longest time that one may take.
 _PLOT_SECONDS = 60.0
 _MAX_UNSENT_EVENTS = 1000
@@ -109,7 +107,7 @@ class Publisher:
         self._written_at = 0.0
         #: Times before which the progress, a plot or a frequent event is not written again.
         self._due_at: dict[str, float] = {}
-        self._artifacts: dict[str, uuid.UUID] = {}
+        self._artifacts: dict[str, str] = {}
         self._picture = ""
         #: True if the last update could not be written.
         self._has_failed = False
@@ -232,7 +230,7 @@ class Publisher:
         summary = summary_line(report, now)
         if report.progress and self._is_due("progress", _PROGRESS_SECONDS):
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
-        if report.reports and self._is_due("plot", math.inf):
+        if report.position and self._is_due("plot", math.inf):
             if self._stopping.is_set():  # text first: a plot may take longer than the time that is left
                 self._put(client, "markdown", render(report, now, self._picture), summary)
             # No further plot if this one fails: matplotlib may be missing.
@@ -254,7 +252,7 @@ class Publisher:
         last update is repeated until the row is there.
         """
         base = report.flow_run_url.partition("/runs/")[0]
-        own = make_row(report, now, str(self._artifacts["markdown"]))
+        own = make_row(report, now, self._artifacts["markdown"])
         for _ in range(_PAGE_TRIES):
             page, rows = read_page(client)
             if rows.get(own.key) == own:
@@ -262,44 +260,38 @@ class Publisher:
             newest = sort_rows({**rows, own.key: own}.values(), now)
             metadata = {row.key: row.model_dump_json() for row in newest}
             content = {"data": render_page(newest, now, f"{base}/artifacts/artifact/"), "metadata_": metadata}
-            if page:
-                client.request("PATCH", "/artifacts/{id}", path_params={"id": page}, json=content)
-            else:
-                client.create_artifact(ArtifactCreate.model_validate({"key": PAGE_KEY, "type": "markdown", **content}))
+            _save_artifact(client, page, content, key=PAGE_KEY, type="markdown")
             if not self._stopping.is_set():
-                seconds = max(_PAGE_SECONDS, _PAGE_SECONDS_EACH * count_live(newest))
-                self._due_at["page"] = time.monotonic() + seconds * random.uniform(1.0, 1.5)
+                live = sum(row.rank in (1, 2) for row in newest)
+                self._due_at["page"] = time.monotonic() + max(_PAGE_SECONDS, live) * random.uniform(1.0, 1.5)
                 return
-            time.sleep(random.uniform(0.0, _PAGE_PAUSE_SECONDS))
+            time.sleep(random.random() / 3)  # processes that have collided try again one after the other
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Create the run's Prefect artifact of this kind, or update the one that this object has created.
 
         An artifact of an earlier process stays in Prefect as the previous version.
         """
-        if kind in self._artifacts:
-            # The client's own method emits an event with the whole data at each update.
-            client.request(
-                "PATCH",
-                "/artifacts/{id}",
-                path_params={"id": self._artifacts[kind]},
-                json={"data": data, "description": description},
-            )
+        artifact = self._artifacts.get(kind, "")
+        if not artifact and self.report.state == "taken over":  # a new one would hide that of the other process
             return
-        if self.report.state == "taken over":  # a new artifact would hide that of the other process
-            return
+        prefix = "elastic-train-progress" if kind == "progress" else "elastic-train"
         context = TaskRunContext.get()
-        self._artifacts[kind] = client.create_artifact(
-            ArtifactCreate.model_validate(
-                {
-                    "key": prefect_key(
-                        "elastic-train-progress" if kind == "progress" else "elastic-train", self.report.run_name
-                    ),
-                    "type": kind,
-                    "data": data,
-                    "description": description,
-                    "flow_run_id": self.flow_run_id or None,
-                    "task_run_id": context.task_run.id if context else None,
-                }
-            )
-        ).id
+        self._artifacts[kind] = _save_artifact(
+            client,
+            artifact,
+            {"data": data, "description": description},
+            key=prefect_key(prefix, self.report.run_name),
+            type=kind,
+            flow_run_id=self.flow_run_id or None,
+            task_run_id=str(context.task_run.id) if context else None,
+        )
+
+
+def _save_artifact(client: SyncPrefectClient, artifact: str, content: dict[str, Any], **created: Any) -> str:
+    """Update an artifact, or create it if its id is empty, with the additional fields ``created``. Return its id."""
+    if not artifact:
+        return str(client.request("POST", "/artifacts/", json=content | created).json()["id"])
+    # The client's own method emits an event with the whole data at each update.
+    client.request("PATCH", "/artifacts/{id}", path_params={"id": artifact}, json=content)
+    return artifact

@@ -51,7 +51,6 @@ def render(report: RunReport, now: float, picture: str = "") -> str:
         f"The loop saves {escape(report.saves)}." if report.saves else "",
         f"The time limit of a step is {report.stall_timeout}." if report.stall_timeout else "",
         _checkpoints(report),
-        "### Workers" if report.usage else "",
         _workers(report),
         "### Where",
         _locations(report),
@@ -81,7 +80,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     if report.checkpoints:
         age = now - report.checkpoints[-1].at
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
-    elif report.reports:
+    elif report.position:
         yield "no checkpoint yet"
     if tally.resizes:
         yield format_counts({"resize": tally.resizes})
@@ -93,7 +92,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
 def format_causes(report: RunReport) -> str:
     """Return the number of failures in the report by cause as text, the most frequent first; empty for none."""
     reasons = [incident.reason or incident.message for incident in report.incidents if incident.kind in FAILURES]
-    causes = Counter(reason.partition(": ")[2][:_MAX_CAUSE] or reason[:_MAX_CAUSE] for reason in reasons)
+    causes = Counter((reason.partition(": ")[2] or reason)[:_MAX_CAUSE] for reason in reasons)
     return "; ".join(f"{count} × {cause}" for cause, count in causes.most_common())
 
 
@@ -140,7 +139,7 @@ def _workers(report: RunReport) -> str:
         (str(rank), f"{usage.cpu_percent:.0f} %", size(usage.memory_bytes), size(usage.gpu_bytes))
         for rank, usage in sorted(report.usage.items())
     ]
-    return table(["rank", "CPU", "memory", "GPU memory"], rows) if rows else ""
+    return f"### Workers\n\n{table(['rank', 'CPU', 'memory', 'GPU memory'], rows)}" if rows else ""
 
 
 def _locations(report: RunReport) -> str:

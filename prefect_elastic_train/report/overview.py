@@ -64,18 +64,13 @@ def sort_rows(rows: Iterable[TrainingRow], now: float) -> list[TrainingRow]:
 
     A live training whose flow process has written nothing for some minutes counts as failed.
     """
-    newest = sorted(rows, key=lambda row: -row.updated)
+    newest = list(rows)
     for row in newest:
         if row.rank and now - row.updated > _SILENT_SECONDS:
             row.rank = _IN_TROUBLE
     # For a day, trainings in trouble stay before those that are updated.
     newest.sort(key=lambda row: -(row.updated + _DAY_SECONDS * (row.rank == _IN_TROUBLE)))
     return sorted(newest[:_MAX_ROWS], key=lambda row: -row.rank)
-
-
-def count_live(rows: Iterable[TrainingRow]) -> int:
-    """Return the number of live trainings among sorted rows, without those that count as failed."""
-    return sum(0 < row.rank < _IN_TROUBLE for row in rows)
 
 
 def render_page(rows: list[TrainingRow], now: float, artifacts_url: str) -> str:

@@ -142,7 +142,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     attempt: int = 0
     world_size: int = 0
     driver_restarts: int = 0
-    reports: int = 0
     metrics: dict[str, Any] = {}
     tracked: list[TrackedRun] = []  # the training's run in each tracker
     links: dict[str, str] = {}  # metrics that are URLs, such as the page of a tracker's run
@@ -324,7 +323,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
             self._set_state(_STATES.get(event.outcome, "failed"), event.message)
 
     def _add_report(self, event: ev.Report) -> None:
-        self.reports += 1
         self.metrics = _bounded(event.metrics)
         links = self.links | {name[:_MAX_NAME]: value for name, value in event.metrics.items() if is_link(value)}
         self.links = dict(islice(links.items(), _MAX_LINKS))

@@ -20,7 +20,7 @@ from prefect_elastic_train.report.descriptions import describe
 from prefect_elastic_train.report.formats import duration, format_metrics
 from prefect_elastic_train.report.markdown import headline, render, summary_line
 from prefect_elastic_train.report.measurements import measure
-from prefect_elastic_train.report.overview import TrainingRow, count_live, make_row, render_page, sort_rows
+from prefect_elastic_train.report.overview import TrainingRow, make_row, render_page, sort_rows
 from prefect_elastic_train.report.pictures import draw
 from prefect_elastic_train.report.run_report import MAX_POINTS, Curve, RunReport
 from prefect_elastic_train.trackers.tracked_run import TrackedRun
@@ -327,7 +327,7 @@ def test_the_page_has_failed_and_silent_trainings_first_with_the_cost_and_the_ti
         row("silent", *pace, now=200),
     ]
     ordered = sort_rows(rows, 1101)
-    assert count_live(ordered) == 2
+    assert [row.rank for row in ordered] == [3, 3, 2, 1, 0]
     assert [row.cells["training"] for row in ordered] == ["failed", "silent", "restarts", "trains", "completed"]
     assert ordered[3].cells == {
         "training": "trains",
