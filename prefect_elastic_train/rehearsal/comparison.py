@@ -38,9 +38,9 @@ class _ReportPair(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Difference of two trainings at one pair of reports: of the state in their checkpoints, or of their metrics."""
+    """Difference of two trainings at one report: of the state in their checkpoints, or of their metrics."""
 
-    pair: _ReportPair
+    report: TracedReport  # of the training under faults
     size: float
     location: str
 
@@ -80,13 +80,12 @@ def compare_trainings(
         tolerance: Limit of the difference at the first checkpoint after the number of workers has changed.
     """
     comparer = _Comparer(undisturbed, disturbed, tolerance)
-    summary, problem = comparer.compare()
-    comparison = Comparison(compared=summary)
-    if comparer.gaps:
-        if comparer.has_state:
-            comparison.difference = max(gap.size for gap in comparer.gaps)
-        else:
-            comparison.compared = f"the metrics, since no checkpoint could be read of both trainings: {summary}"
+    problem = comparer.find_problem()
+    comparison = Comparison(compared=problem.message if problem else comparer.summary())
+    if comparer.has_state:
+        comparison.difference = max((gap.size for gap in comparer.gaps), default=None)
+    elif comparer.gaps:
+        comparison.compared = f"the metrics, since no checkpoint could be read of both trainings: {comparison.compared}"
     if "checkpoint-ignored" in disturbed.warnings:
         problem = Problem("ignores its checkpoint", disturbed.warnings["checkpoint-ignored"])
     return comparison, problem
@@ -124,11 +123,11 @@ class _Comparer:
         self._has_shards = any("environment" in json.loads(file.read_text()) for file in self._session_files)
         self.gaps: list[_Gap] = []
 
-    def compare(self) -> tuple[str, Problem | None]:
-        """Compare the two trainings. Return a summary of the comparison, and the first problem or None."""
+    def find_problem(self) -> Problem | None:
+        """Compare the two trainings, and return the first problem or None."""
         # A session reports means over the steps since its last report, whose number varies between checkpoints.
         if not self.has_state and self._session_files:
-            return self._summarize()
+            return self._missing()
         sizes = [self._undisturbed.reports[0].world_size]
         previous = 0.0
         for group, size in self._disturbed.group_sizes.items():
@@ -149,7 +148,7 @@ class _Comparer:
                     return self._explain(gap, sizes)
             if gaps:
                 previous = gaps[-1].size
-        return self._summarize()
+        return self._missing()
 
     def _gaps(self, pairs: Sequence[_ReportPair], is_same_size: bool) -> list[_Gap]:
         """Return the differences of the two trainings in one worker group.
@@ -174,78 +173,82 @@ class _Comparer:
                 continue
             if self.has_state and not is_same_size:
                 # A parameter without a real gradient moves by rounding noise alone, so only the norm is compared.
-                yield _Gap(pair, norm_difference(left, right), "the state")
+                yield _Gap(pair.disturbed, norm_difference(left, right), "the state")
             else:
                 difference = largest_difference(left, right)
-                yield _Gap(pair, difference.size, f"{'' if self.has_state else 'metric '}{difference.name}")
+                yield _Gap(pair.disturbed, difference.size, f"{'' if self.has_state else 'metric '}{difference.name}")
 
-    def _summarize(self) -> tuple[str, Problem | None]:
-        """Return a summary if no difference is too large, and a problem if nothing after a fault was compared."""
+    def _missing(self) -> Problem | None:
+        """Return a problem if nothing was compared after a fault, or only counters; else None."""
         resumed = [*self._disturbed.group_sizes][1:]
-        if not self.gaps or (resumed and self.gaps[-1].pair.disturbed.group < resumed[0]):
-            message = "no report or readable checkpoint after a fault has the same progress as an undisturbed one"
-            remedy = (
+        if not self.gaps or (resumed and self.gaps[-1].report.group < resumed[0]):
+            return Problem(
+                "not comparable",
+                "no report or readable checkpoint after a fault has the same progress as an undisturbed one",
                 "report a counter that only grows, such as step; save often, at the same steps each time: "
-                "save_every=<steps>"
+                "save_every=<steps>",
             )
-        elif not self.has_state and all(
+        if not self.has_state and all(
             pair.undisturbed.metrics.keys() & pair.disturbed.metrics.keys() <= {*COUNTERS} for pair in self.pairs
         ):
-            message = "no array of both checkpoints could be read, and the only metrics are counters"
-            remedy = "report the loss, too"
-        else:
-            largest = max(gap.size for gap in self.gaps)
-            same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
-            summary = f"{same} after {self.gaps[-1].pair.disturbed.number} of {len(self._disturbed.reports)} reports"
-            if largest > RESIZE_TOLERANCE:
-                summary += "; rounding differences from adding floats in another order had grown by then"
-            return summary, None
-        return message, Problem("not comparable", message, remedy)
+            return Problem(
+                "not comparable",
+                "no array of both checkpoints could be read, and the only metrics are counters",
+                "report the loss, too",
+            )
+        return None
 
-    def _explain(self, gap: _Gap, sizes: Sequence[int]) -> tuple[str, Problem]:
-        """Return a summary and a problem for a difference of the two trainings that is too large.
+    def summary(self) -> str:
+        """Return a summary of a comparison that has found no problem."""
+        largest = max(gap.size for gap in self.gaps)
+        same = f"the same within {largest:.1g} (relative)" if largest else "bit for bit the same"
+        summary = f"{same} after {self.gaps[-1].report.number} of {len(self._disturbed.reports)} reports"
+        if largest > RESIZE_TOLERANCE:
+            summary += "; rounding differences from adding floats in another order had grown by then"
+        return summary
+
+    def _explain(self, gap: _Gap, sizes: Sequence[int]) -> Problem:
+        """Return the problem for a difference of the two trainings that is too large.
 
         Args:
             gap: The difference.
             sizes: Number of workers of the undisturbed training, and then of each worker group up to this one.
         """
         summary = (
-            f"after {gap.pair.disturbed.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
+            f"after {gap.report.number} reports {gap.location} differs by {gap.size:.2g} (relative) from the "
             "undisturbed training"
         )
         if self._has_shards:
-            problem = Problem(
+            return Problem(
                 "not bitwise identical",
                 f"{summary}; with shards the weights must be bitwise identical",
                 "look for the session's warning about this in the log; use only the global random generators, and only "
                 "between getting a batch and session.backward(); pass all state to the session",
             )
-        elif sizes[-1] != sizes[-2]:
+        if sizes[-1] != sizes[-2]:
             history = ", then ".join(map(str, sizes[1:]))
-            problem = Problem(
+            return Problem(
                 "depends on the world size",
                 f"{summary}; it had trained with {history} workers, not {sizes[0]} throughout",
                 "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
                 f"order of samples a function of seed and step: {_SESSION_REMEDY}; if each rank computes statistics of "
                 "its own samples, as torch's BatchNorm does, use statistics of all ranks, such as SyncBatchNorm",
             )
-        elif len(sizes) == 2:
-            problem = Problem(
+        if len(sizes) == 2:
+            return Problem(
                 "not deterministic",
                 f"{summary}; no fault had been injected yet: two undisturbed trainings differ",
                 "seed the model, the order of the data and every random generator, with the same seed each time; "
                 "synchronize the model of several workers (torch: prepare_model); and let GPUs add in a fixed order: "
                 "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true",
             )
-        else:
-            first = next(pair for pair in self.pairs if pair.disturbed.group == gap.pair.disturbed.group)
-            problem = Problem(
-                "does not restore all state",
-                f"{summary}; {_explain_lost_state(first)}",
-                "save and restore model, optimizer, schedule, random states and the position in the data: "
-                f"{_SESSION_REMEDY}",
-            )
-        return summary, problem
+        first = next(pair for pair in self.pairs if pair.disturbed.group == gap.report.group)
+        return Problem(
+            "does not restore all state",
+            f"{summary}; {_explain_lost_state(first)}",
+            "save and restore model, optimizer, schedule, random states and the position in the data: "
+            f"{_SESSION_REMEDY}",
+        )
 
 
 def _explain_lost_state(first: _ReportPair) -> str:
