@@ -156,20 +156,19 @@ def _choose_checkpoint(storage: Storage, name: str, choice: str, completed: RunR
     metrics = {each["checkpoint_dir_name"]: each["metrics"] for each in point.commit.snapshot["checkpoint_results"]}
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best = run.best_checkpoint(point.commit)
-    score = run.score_attribute(point.commit)
+    unscored = f"no checkpoint of run {name!r} has the score {run.score_attribute(point.commit)!r}"
+    if not choice and not best:
+        notes.append(f"{unscored}: its newest one is used")
+        choice = "latest"
     named = [folder for folder in metrics if choice in (folder, loop_name(folder))]
-    if choice in ("best", "") and best:
-        folder = best
-    elif choice in ("latest", ""):
+    if choice == "latest":
         folder = point.checkpoint
-        if not choice:
-            notes.append(f"no checkpoint of run {name!r} has the score {score!r}: its newest one is used")
+    elif choice in ("best", "") and best:
+        folder = best
     elif named:
         folder = max(named, key=age_of)
     elif choice == "best":
-        raise AttemptFailedError(
-            f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one"
-        )
+        raise AttemptFailedError(f"{unscored}; give {name}@latest for its newest one")
     else:
         problem = f"run {name!r} has no checkpoint {choice!r}, it has {', '.join(sorted(map(loop_name, metrics)))}"
         raise AttemptFailedError("; ".join([problem, *point.repairs]))
