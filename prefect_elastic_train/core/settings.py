@@ -282,7 +282,7 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     runtime_env: JsonDict = Field({}, title="Runtime Environment")
     """Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets."""
     num_cpus: int = Field(0, ge=0, title="CPUs")
-    """CPUs of the local cluster. 0: all of this machine that other trainings leave; it waits for room."""
+    """CPUs of the local cluster. 0: all that no other training has claimed. If too few are free, it waits."""
     num_gpus: int = Field(-1, ge=-1, title="GPUs")
     """GPUs of the local cluster, reserved for it on this machine. -1: as many as max_workers can use."""
     working_dir: str = Field("", title="Working Directory")

@@ -24,7 +24,7 @@ _BLUE = "#3b82f6"
 _GREEN = "#30a46c"
 #: Style of the bands of interruptions.
 _BAND: dict[str, Any] = {"color": "#e5484d", "alpha": 0.3, "linewidth": 1.0}
-#: Words that tell the metrics of training and validation apart, such as ``val_`` of ``val_loss``.
+#: Words that distinguish the metrics of training and validation, such as ``val_`` of ``val_loss``.
 _SPLIT = re.compile(
     r"\b(train(ing)?|val(id(ation)?)?|eval|test)[_/. -]|[_/. -](train(ing)?|val(id(ation)?)?|eval|test)\b"
 )
