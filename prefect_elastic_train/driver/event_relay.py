@@ -173,6 +173,7 @@ class EventRecorder:
         self._store = store
         self.report = RunReport(
             run_name=spec.request.run_name,
+            run_uri=store.uri,
             score_attribute=spec.checkpoints.score_attribute,
             score_order=spec.checkpoints.score_order,
         )

@@ -43,7 +43,7 @@ class TrainingRow(BaseModel):
 def make_row(report: RunReport, now: float, artifact: str = "") -> TrainingRow:
     """Return the row of a training, from its report. The cost is the time of all workers together."""
     left = remaining_seconds(report)
-    worker_seconds = report.worker_seconds + report.world_size * (now - report.last_event_at)
+    worker_seconds = report.worker_seconds + report.current_worker_seconds(now)
     causes = one_line(format_causes(report))
     cells = {
         "training": report.run_name[:_MAX_TEXT],

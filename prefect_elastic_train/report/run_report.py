@@ -164,7 +164,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     steps: Curve = Curve()  # the step of each report, as far as known
     position: int = 0  # number of the newest report
     world_sizes: list[tuple[float, int]] = []  # the newest changes
-    worker_seconds: float = 0.0  # time of all workers together, up to the last event
+    worker_seconds: float = 0.0  # time of all workers together, up to the last of them
     is_new_wait: bool = False  # the last event was the first of a wait for capacity
     last_end: str = ""  # reason why the last driver ended, for the next one
 
@@ -172,7 +172,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         """Update the report with the next event of the run."""
         self.tally.add(event)
         if not isinstance(event, ev.RunRecalled | ev.ControllerAlive):
-            self.worker_seconds += self.world_size * max(0.0, event.at - self.last_event_at)
             self.last_event_at = max(self.last_event_at, event.at)
         if isinstance(event, ev.FirstStep | ev.Report) and self.world_size:  # workers train
             for incident in self.incidents:
@@ -269,6 +268,10 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
         scored = {checkpoint.score: checkpoint for checkpoint in self.checkpoints if checkpoint.score is not None}
         best_of = max if self.score_order == "max" else min
         return scored[best_of(scored)] if scored else None
+
+    def current_worker_seconds(self, until: float) -> float:
+        """Return the time of all workers together from the last change of their number to ``until``."""
+        return self.world_size * max(0.0, until - self.world_sizes[-1][0]) if self.world_sizes else 0.0
 
     def _recall(self, report: dict[str, Any]) -> None:
         """Replace the report by a summary of the run's history.
@@ -377,6 +380,7 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
 
     def _set_world(self, size: int) -> None:
         if not self.world_sizes or self.world_sizes[-1][1] != size:
+            self.worker_seconds += self.current_worker_seconds(self.last_event_at)
             self.world_sizes = [*self.world_sizes, (self.last_event_at, size)][-_MAX_WORLD_SIZES:]
         self.world_size = size
 

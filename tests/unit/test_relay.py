@@ -198,4 +198,4 @@ def test_a_new_driver_knows_what_was_before_and_reads_the_newest_of_it(
             assert RunReport.model_validate(event.report) == everything
         else:
             everything.add(event)
-    assert (everything.tally.worker_failures, everything.reports) == (10, 199 + 9 * 9)
+    assert (everything.tally.worker_failures, everything.position) == (10, 199 + 9 * 9)
