@@ -17,11 +17,11 @@ from .run_report import (
     TOTALS,
     Incident,
     RunReport,
-    is_link,
     remaining_seconds,
 )
 
 _MAX_CAUSE = 80  # characters
+_URL = re.compile(r"https?://[\w.:/?=&%+#~@-]{1,300}", re.ASCII)  # without characters of Markdown
 
 
 def headline(report: RunReport) -> str:
@@ -151,10 +151,9 @@ def _locations(report: RunReport) -> str:
         "errors and stacks of the last failure": report.details,
         "Ray dashboard": report.dashboard_url,
         **{f"run in {run.kind}": run.link for run in report.tracked},
-        **report.links,
     }
     return "\n".join(
-        f"- {escape(name)} {f'<{location}>' if is_link(location) else code(location)}"
+        f"- {escape(name)} {f'<{location}>' if _URL.fullmatch(location) else code(location)}"
         for name, location in locations.items()
         if location
     )

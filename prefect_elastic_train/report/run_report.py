@@ -4,7 +4,6 @@ Belongs to the flow process and the driver.
 """
 
 import math
-import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,8 +31,6 @@ _MAX_METRICS = 48
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
 _MAX_NAME = 60
-_MAX_LINKS = 5
-_LINK = re.compile(r"https?://[\w.:/?=&%+#~@-]{1,300}", re.ASCII)
 
 #: Metrics that count the progress of the training, by priority, each with metrics that hold its total. A ``step``
 #: beside a ``global_step`` counts within an epoch.
@@ -144,7 +141,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
     driver_restarts: int = 0
     metrics: dict[str, Any] = {}
     tracked: list[TrackedRun] = []  # the training's run in each tracker
-    links: dict[str, str] = {}  # metrics that are URLs, such as the page of a tracker's run
     progress: Progress | None = None
     #: Time and numbers of the first report since the last restart.
     paced_from: tuple[float, dict[str, float]] | None = None
@@ -327,8 +323,6 @@ class RunReport(BaseModel, ser_json_inf_nan="constants"):
 
     def _add_report(self, event: ev.Report) -> None:
         self.metrics = _bounded(event.metrics)
-        links = self.links | {name[:_MAX_NAME]: value for name, value in event.metrics.items() if is_link(value)}
-        self.links = dict(islice(links.items(), _MAX_LINKS))
         if self.state not in ("training", "draining"):
             self._set_state("training")
         numbers = _numbers(self.metrics)
@@ -416,17 +410,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def is_link(value: Any) -> bool:
-    """Return True if the value of a metric is a URL that a page may link to."""
-    return isinstance(value, str) and _LINK.fullmatch(value) is not None
-
-
 def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first metrics, with shortened names and texts. Metrics that are URLs are left out."""
+    """Return the first metrics, with shortened names and texts."""
     return {
         name[:_MAX_NAME]: value if isinstance(value, int | float | None) else str(value)[:_MAX_NAME]
         for name, value in islice(metrics.items(), _MAX_METRICS)
-        if not is_link(value)
     }
 
 
