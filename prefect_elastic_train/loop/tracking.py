@@ -14,6 +14,8 @@ from .restart_notice import local_context, train_context
 
 #: Ids and names of the training that trackers get.
 _IDS = ("run_id", "run_name", "run_uri", "flow_run_id", "flow_name", "deployment_name")
+#: Options of ``wandb.init`` by which a restart continues the run.
+_FIXED = ("id", "resume", "reinit")
 
 
 def track(
@@ -32,15 +34,16 @@ def track(
     Args:
         mlflow: ``tracking_uri``: a directory, ``file:///…``, ``sqlite:///…`` or the URL of a server. ``experiment``:
             its name (default: ``"elastic-train"``), created if missing. Default: no MLflow.
-        wandb: ``dir``: the folder for W&B's files; to work offline, on storage that all nodes mount. Also other
-            arguments of ``wandb.init``, such as ``project``, ``name`` and ``mode``. Default: no W&B.
+        wandb: ``dir``: the folder for W&B's files; to work offline, on storage that all nodes mount. ``project``:
+            its name (default: ``"elastic-train"``). Also other arguments of ``wandb.init``, such as ``name`` and
+            ``mode``, but not ``id``, ``resume`` and ``reinit``. Default: no W&B.
         tensorboard: ``log_dir``: the folder of all runs, on storage that all nodes mount. Default: no TensorBoard.
         parameters: Parameters of the training, which MLflow and W&B show. Default: none.
 
     Raises:
         ValueError: A folder is relative, or a URL contains credentials.
         ModuleNotFoundError: The tracker's package is not installed.
-        TypeError: An option is missing, unknown, or no string.
+        TypeError: An option is missing, unknown, no string, or one that this function sets.
 
     Example::
 
@@ -59,15 +62,16 @@ def track(
                 f"not installed on this node: pip install 'prefect-elastic-train[{tracked.kind}]'"
             )
         signature(tracked.backend).bind(ids, {}, **tracked.options)
-        if others := [name for name, value in tracked.options.items() if not isinstance(value, str)]:
-            raise TypeError(
-                f"{tracked.kind}: {others[0]} must be a string, because the options are stored in the run directory. "
-                f"Use the environment variables of {tracked.kind} for other settings"
-            )
+        for name, value in tracked.options.items():
+            if not isinstance(value, str) or name in _FIXED:
+                raise TypeError(
+                    f"{tracked.kind}: leave out the option {name}. Options are strings, since they are stored in the "
+                    f"run directory, and loop.track sets {', '.join(_FIXED)} itself. Use the environment variables of "
+                    f"{tracked.kind} for other settings"
+                )
         for name in ("tracking_uri", "dir", "log_dir"):
             uri = tracked.options.get(name, "/")
-            may_have_credentials = "://" in uri and not uri.startswith(("file:", "sqlite:")) and set(uri) & {*"@?"}
-            if may_have_credentials or not re.match("/|[a-z0-9+]+:|databricks$|uc$", uri):
+            if not re.match("/|(file|sqlite):|[a-z0-9+]+:[^@?]*$|(databricks|uc)$", uri):
                 raise ValueError(
                     f"{name} of {tracked.kind} must be an absolute path, or a URL without credentials, for which"
                     f" {tracked.kind} has environment variables"

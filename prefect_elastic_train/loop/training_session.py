@@ -41,7 +41,8 @@ SESSION_FILE = "loop.json"  # file of a checkpoint, with the session's metadata
 _REPORT_SECONDS = (5.0, 100.0)
 #: Within these, the time between two reports as a multiple of a report's duration. It waits for Ray's controller.
 _REPORT_TIMES = 200.0
-_WRITE_SECONDS = 3600.0  # timeout of a save that waits for the upload of the save before
+#: Timeout of a save that waits for the upload of the save before, and of trackers that wait for the last commit.
+_WRITE_SECONDS = 3600.0
 
 #: Module state, read from outside to show the loop's progress: the session of this worker process.
 current: Session | None = None
@@ -234,7 +235,7 @@ class Session(AbstractContextManager["Session"]):
         self._about: dict[str, Any] = {"run": context.run_id, "began_at": 0, "seen": 0}  # metadata for checkpoints
         self._metrics = StepMetrics(means, context.score_attribute, self.rank == 0)
         self.tracker = tracker or Tracker([], {})
-        if run.current and self._can_save:
+        if run.current and self._can_save:  # else nothing is known of commits
             self.tracker.committed = 0
         self._ledger = Ledger()
         self._step_samples: list[Indices] = []  # samples of the current step
@@ -250,8 +251,7 @@ class Session(AbstractContextManager["Session"]):
         elif checkpoint:
             self._restore(checkpoint)
             self.committed = self.done
-            if run.current and self._can_save:  # else nothing is known of later commits
-                self.tracker.committed = self.done
+            self.tracker.committed = max(self.done, self.tracker.committed)
         self.began_from = self.done
         self._saved = 0 if states else self.done
         self.end = self._about["began_at"] + index(steps)
@@ -315,13 +315,15 @@ class Session(AbstractContextManager["Session"]):
             self._close_step(at_end=True)
         self.phases.begin("")
         if error is None and self.tracker.runs:
-            self._writing.acquire(timeout=_WRITE_SECONDS)  # the last upload has no part in the time limit of trackers
-            self.tracker.close(self._wait_for_commit)
-
-    def _wait_for_commit(self) -> None:
-        """Wait until the last checkpoint is committed."""
-        if self._can_save:
-            self._ray.get_all_reported_checkpoints(self._ray.CheckpointConsistencyMode.COMMITTED)
+            if self._can_save:
+                # In a thread, since the controller warns of a loop that waits in Ray for long. So may an upload take.
+                committed = self._ray.CheckpointConsistencyMode.COMMITTED
+                waiting = threading.Thread(
+                    target=self._ray.get_all_reported_checkpoints, args=(committed,), daemon=True
+                )
+                waiting.start()
+                waiting.join(_WRITE_SECONDS)
+            self.tracker.close()
 
     @property
     def epoch(self) -> int:
@@ -716,8 +718,7 @@ class Session(AbstractContextManager["Session"]):
                 with np.load(rank_file(directory, rank, about["world_size"])) as arrays:
                     if self._about is about:  # a checkpoint of this run
                         self._ledger.continue_from([arrays["total"], *arrays["steps"]])
-                        if rank == 0:
-                            self.tracker.restore(arrays)
+                        self.tracker.restore(arrays)
                     if about["world_size"] == self.world_size:
                         restore_random_state(json.loads(arrays["random"].item()))
 

@@ -42,9 +42,8 @@ class Backend:
             client.log_param(self._id, name, parameters[name])
         client.update_run(self._id, "RUNNING")
         self.link = f"{tracking_uri}/#/experiments/{experiment_id}/runs/{self._id}"
-        self.last = defaultdict[str, int](int)
-        for name in run.data.metrics:
-            self.last[name] = max(metric.step for metric in client.get_metric_history(self._id, name))
+        # The run's data have the newest value of each metric. Only their protobuf form has its step.
+        self.last = defaultdict(int, {metric.key: metric.step for metric in run.data.to_proto().metrics})
 
     def log(self, rows: Sequence[Row], checkpoint: str) -> None:
         from mlflow.entities import Metric

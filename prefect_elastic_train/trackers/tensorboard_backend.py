@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .tracked_run import Row
@@ -12,15 +11,13 @@ class Backend:
     """A run in TensorBoard, which has no parameters, marks or references. See :attr:`TrackedRun.backend`."""
 
     def __init__(self, ids: Mapping[str, str], parameters: Mapping[str, Any], log_dir: str) -> None:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.link = f"{log_dir}/{ids['run_name']}-{ids['run_id'][:8]}"
-        self.last = defaultdict[str, int](int)
-        for file in sorted(Path(self.link).glob("*tfevents*")):  # their names begin with the time
-            for event in EventFileLoader(str(file)).Load():
-                self.last.update({value.tag: event.step for value in event.summary.value})
         self._writer = EventFileWriter(self.link)
+        events = EventAccumulator(self.link, {"scalars": 1}).Reload()  # it keeps the last one of each metric
+        self.last = defaultdict(int, {name: events.Scalars(name)[-1].step for name in events.Tags()["scalars"]})
 
     def log(self, rows: Sequence[Row], checkpoint: str) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

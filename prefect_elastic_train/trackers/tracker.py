@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,11 @@ def scalar(value: Any) -> Any:
     return value.detach() if hasattr(value, "detach") else value
 
 
+def valid_name(name: Any) -> str:
+    """Return the name of a metric or parameter in characters that MLflow allows. It refuses a request with others."""
+    return re.sub(r"[^\w.\- :/]", "_", str(name)).strip("/")
+
+
 class Tracker:
     """Sends the metrics of each step to trackers, from rank 0. Made by :func:`loop.track`.
 
@@ -55,11 +60,11 @@ class Tracker:
 
     committed = math.inf
     checkpoint = ""
-    _wait_for_commit: Callable[[], object] | None = None  # set at the end
+    _is_closing = False
 
     def __init__(self, runs: list[TrackedRun], parameters: Mapping[str, Any]) -> None:
         self.runs = {run.kind: run for run in runs}
-        self._parameters = parameters
+        self._parameters = {valid_name(name): value for name, value in parameters.items()}
         self._fresh = deque[tuple[int, float, str, Any]]()  # points whose values may be on a device
         self._names: dict[str, int] = {}
         self._points = np.empty((0, 4))  # columns: step, time in seconds since the epoch, index of the name, value
@@ -78,9 +83,7 @@ class Tracker:
         """
         if self.runs:
             at = time.time()
-            # MLflow refuses other characters in names, and then all metrics of a request.
-            names = {name: re.sub(r"[^\w.\- :/]", "_", str(name)).strip("/") for name in metrics}
-            self._fresh.extend((step, at, names[name], scalar(value)) for name, value in metrics.items())
+            self._fresh.extend((step, at, valid_name(name), scalar(value)) for name, value in metrics.items())
 
     def points(self) -> dict[str, Any]:
         """Return the points that a restart may have to send, as arrays for a checkpoint or a recovery point."""
@@ -114,15 +117,13 @@ class Tracker:
         self.committed = step
         self._wake.set()
 
-    def close(self, wait_for_commit: Callable[[], object] = bool) -> None:
-        """Send the remaining points, and mark the runs as finished.
+    def close(self) -> None:
+        """Send the remaining points, as all steps are committed, and mark the runs as finished.
 
         Wait for at most 30 s for each tracker. If it has not got all steps by then, log a warning with their number.
-
-        Args:
-            wait_for_commit: Function that returns when all steps are committed. Default: one that returns at once.
         """
-        self._wait_for_commit = wait_for_commit
+        self.committed = math.inf
+        self._is_closing = True
         self._wake.set()
         for sender in self._senders:
             sender.join(_CLOSE_SECONDS)
@@ -148,11 +149,8 @@ class Tracker:
         backend = None
         pause = _PAUSE_SECONDS
         while True:
-            wait_for_commit = self._wait_for_commit
+            is_closing = self._is_closing
             try:
-                if wait_for_commit:
-                    wait_for_commit()
-                    self.committed = math.inf
                 self.points()  # reads the values from the device, also during an outage
                 backend = backend or run.connect(self._parameters)
                 self.runs[run.kind] = replace(run, link=backend.link)
@@ -164,7 +162,7 @@ class Tracker:
                 if pause > _PAUSE_SECONDS:
                     logger.warning("%s answers again, and has got what it had missed", run.kind)
                     pause = _PAUSE_SECONDS
-                if wait_for_commit:
+                if is_closing:
                     backend.finish("FINISHED", self.checkpoint)
                     return
             except Exception as error:  # noqa: BLE001 - whatever the tracker raises

@@ -11,8 +11,8 @@ from typing import Any
 
 from .tracked_run import Row
 
-#: Command that prints the records of a file of W&B as lines of JSON.
-_INSPECT = (sys.executable, "-m", "wandb", "leet", "inspect", "--json")
+#: Command that prints the state of a run by a file of W&B as JSON.
+_INSPECT = (sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json")
 
 
 class Backend:
@@ -23,14 +23,13 @@ class Backend:
 
         # A process that is offline begins at step 0, and W&B does not read what processes before it have written.
         files = Path(dir).glob(f"wandb/offline-run-*-{ids['run_id']}/*.wandb")
-        lines = [line for file in files for line in subprocess.check_output([*_INSPECT, file]).splitlines()]
-        steps = [json.loads(line)["history"]["step"]["num"] for line in lines if b'"type":"history"' in line]
+        steps = [json.loads(subprocess.check_output([*_INSPECT, file]))["step"] or 0 for file in files]
         Path(dir).mkdir(parents=True, exist_ok=True)
         fixed = {"dir": dir, "id": ids["run_id"], "resume": "allow", "reinit": "create_new"}
         run = self._run = wandb.init(
             config={"elastic_train": ids, **parameters},
             settings=wandb.Settings(console="off", silent=True),
-            **({"name": ids["run_name"]} | options | fixed),
+            **({"name": ids["run_name"], "project": "elastic-train"} | options | fixed),
         )
         self.link = run.dir if run.offline else run.url
         last = max(run.step - 1, *steps, 0)

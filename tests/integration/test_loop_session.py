@@ -13,6 +13,7 @@ import pytest
 from tests.support.clusters import RayHead
 from tests.support.processes import ROOT, call, read_ledger, steps_of
 from tests.support.session_loops import problems, same_weights
+from tests.support.trackers import options, read_mlflow, read_tensorboard, read_wandb
 
 Train = Callable[..., list[dict[str, Any]]]
 STEPS, LENGTH, BATCH = 104, 200, 16  # 8 epochs, whose last step has 8 samples
@@ -50,6 +51,33 @@ def test_killed_workers_change_no_bit_of_the_weights_dropout_and_shuffling_inclu
     assert problems(killed["ledger"], STEPS, LENGTH) == []
     assert len(steps_of(killed["ledger"])) > STEPS, "something was done again"
     assert same_weights(killed["weights"], whole["weights"])
+
+
+def test_trackers_get_each_step_once_though_a_worker_was_killed(train: Train, tmp_path: Path) -> None:
+    """Without commits that are known, steps are sent at once, and those that are done again keep their first value."""
+    trackers = options(tmp_path)
+    config = {"steps": 45, "save_every": 20, "sleep": 0.2, "trackers": trackers, "dies": [[39, 0]]}
+    [result] = train(tracked={"loop": "tracked_loop", "config": config, "max_failures": 1})
+    losses: dict[int, set[float]] = {}
+    for line in read_ledger(result["ledger"]):
+        losses.setdefault(line["step"], set()).add(line["loss"])
+    assert len(losses[39]) == 2, "steps were done again"
+    mlflow = read_mlflow(trackers["mlflow"]["tracking_uri"])
+    wandb = read_wandb(Path(trackers["wandb"]["dir"]))
+    tensorboard = read_tensorboard(Path(trackers["tensorboard"]["log_dir"]))
+    assert (result["error"], mlflow.status, wandb.status) == ("", "FINISHED", "FINISHED")
+    for tracked in (mlflow, wandb, tensorboard):
+        assert [step for step, _ in tracked.losses] == [*range(1, 46)]
+    assert all(loss in losses[step] for step, loss in [*mlflow.losses, *wandb.losses])
+
+
+def test_long_uploads_of_other_ranks_have_no_part_in_the_time_limit_of_trackers(train: Train, tmp_path: Path) -> None:
+    trackers = {"mlflow": options(tmp_path)["mlflow"]}
+    slow = {"upload_seconds": 10.0, "close_seconds": 5.0}
+    config = {"steps": 20, "save_every": 20, "sleep": 0.1, "trackers": trackers, **slow}
+    [result] = train(slow={"loop": "tracked_loop", "config": config})
+    mlflow = read_mlflow(trackers["mlflow"]["tracking_uri"])
+    assert (result["error"], mlflow.status, len(mlflow.losses)) == ("", "FINISHED", 20)
 
 
 def test_a_loop_that_uses_its_session_wrongly_is_told_what_to_change(train: Train) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.rehearsal.checker import largest_difference
+from prefect_elastic_train.trackers import tracker as tracker_module
 from tests.support.inner_deaths import die_within
 from tests.support.ledgers import check_ledger
 from tests.support.loops import write_ledger
@@ -280,14 +281,14 @@ def array_loop(config: dict[str, Any]) -> None:
         np.savez(config["weights"], weights=state.weights)
 
 
-def _upload_slowly(seconds: float, dies: bool) -> None:
+def _upload_slowly(seconds: float, dies: bool, always: bool = False) -> None:
     from ray.train.v2._internal.execution.context import get_train_context
 
     context = get_train_context()
     persist = context.storage_context.persist_current_checkpoint
 
     def slowly(checkpoint: Any, name: str) -> Any:
-        if context.preemption_context.preemption_info is not None:
+        if always or context.preemption_context.preemption_info is not None:
             time.sleep(seconds)
             if dies:
                 os._exit(1)
@@ -387,14 +388,20 @@ def tracked_loop(config: dict[str, Any]) -> None:
     """Take steps whose loss differs each time that they are taken, and show them in trackers.
 
     Config: ``steps``; ``save_every``; ``sleep`` (seconds a step); ``trackers`` (arguments of ``loop.track``);
-    ``ledger`` (file).
+    ``ledger`` (file, of rank 0); ``dies`` ([[step, rank]], once each); ``upload_seconds`` (duration of an upload of
+    another rank); ``close_seconds`` (time limit of trackers at the end).
     """
+    tracker_module._CLOSE_SECONDS = config.get("close_seconds", tracker_module._CLOSE_SECONDS)
     tracker = loop.track(**config["trackers"])
     state = loop.ArrayState(weights=np.zeros(1))
     plan = {"steps": config["steps"], "global_batch": 4, "save_every": config["save_every"]}
     with loop.session(state, tracker=tracker, **plan) as session:
+        if session.rank and "upload_seconds" in config:
+            _upload_slowly(config["upload_seconds"], False, always=True)
         for _ in session.batches(np.arange(64)):
             time.sleep(config["sleep"])
             loss = time.time()
-            write_ledger(config["ledger"], rank=0, step=session.done + 1, loss=loss)
+            if session.rank == 0:
+                write_ledger(config["ledger"], rank=0, step=session.done + 1, loss=loss)
             session.step({"loss": loss})
+            _disturb(config, {"rank": session.rank}, session.done)

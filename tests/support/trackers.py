@@ -21,7 +21,7 @@ from prefect_elastic_train.trackers.tracked_run import mark_ended
 from tests.support.processes import spawn, wait_for
 
 RUN = RunContext("mnist", "a" * 32, 1, "/runs", "/runs/mnist", flow_run_id="f" * 32, flow_name="nightly")
-PARAMETERS = {"rate": 0.1}
+PARAMETERS = {"rate": 0.1, "loss (train)": "mse"}
 _SAVED = "points.npz"
 
 
