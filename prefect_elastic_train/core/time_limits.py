@@ -7,7 +7,7 @@ process has these steps, one after the other. Each usually takes less than a sec
 query the flow run's state (was the end wanted?)        ``FLOW_RUN_STATE_SECONDS``         8
 the driver exits after SIGINT                           ``STOP_GRACE_SECONDS``             8
 SIGKILL to all processes that are left                  ``KILL_SECONDS``                   8
-the report's last update                                ``PUBLISHER_CLOSE_SECONDS``        5
+the report's last update, beside the marks in trackers  ``PUBLISHER_CLOSE_SECONDS``        5
 sum, below ``RUNNER_GRACE_SECONDS``                                                       29
 ======================================================  ==============================  ====
 

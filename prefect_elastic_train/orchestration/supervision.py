@@ -35,7 +35,7 @@ from prefect_elastic_train.core.outcomes import (
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import MAX_RESTART_DELAY_SECONDS, RESTART_JITTER
 from prefect_elastic_train.core.threads import start_thread
-from prefect_elastic_train.core.time_limits import RUNNER_GRACE_SECONDS
+from prefect_elastic_train.core.time_limits import PUBLISHER_CLOSE_SECONDS, RUNNER_GRACE_SECONDS
 from prefect_elastic_train.core.version import untested_ray
 from prefect_elastic_train.driver.termination_signals import count_signals
 from prefect_elastic_train.report.run_report import RunReport
@@ -63,7 +63,7 @@ from .training_result import TrainingResult
 
 #: Time limit for the signal of a runner whose flow run is cancelling.
 _SIGNAL_SECONDS = RUNNER_GRACE_SECONDS + 10
-_MARK_SECONDS = 10.0  # for the marks in trackers
+_MARK_SECONDS = 30.0  # for the marks in trackers, if no runner waits for the end of the flow process
 
 
 class Stop(BaseException):
@@ -118,11 +118,11 @@ class TrainingState(enum.Enum):
 _OPEN_STATES = (TrainingState.RUNNING, TrainingState.WAITING, TrainingState.DETACHING)
 
 
-#: Final states that are marked in trackers. The loop marks a completed training.
+#: Marks in trackers for final states, and their time limits. The loop marks a completed training.
 _TRACKER_MARKS = {
-    TrainingState.FAILED: "FAILED",
-    TrainingState.TIMED_OUT: "FAILED",
-    TrainingState.CANCELLED: "KILLED",
+    TrainingState.FAILED: ("FAILED", _MARK_SECONDS),
+    TrainingState.TIMED_OUT: ("FAILED", _MARK_SECONDS),
+    TrainingState.CANCELLED: ("KILLED", PUBLISHER_CLOSE_SECONDS),
 }
 
 #: Reasons for final states that an error does not explain.
@@ -260,9 +260,10 @@ class Training(Follower):
             self._processes.close(keep_cluster=continues)
         finally:  # also if a runner's signal interrupts the closing
             runs = self._publisher.report.tracked if state in _TRACKER_MARKS else []
-            marking = start_thread(mark_ended, runs, _TRACKER_MARKS.get(state), self._log.note)
+            marks = [start_thread(mark_ended, run, *_TRACKER_MARKS[state], self._log.note) for run in runs]
             self._publisher.end(state.value, reason, is_published or continues)
-            marking.join(_MARK_SECONDS)
+            for mark in marks:
+                mark.join()
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""

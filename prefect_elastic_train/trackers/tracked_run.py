@@ -1,7 +1,14 @@
-"""A training's run in a tracker, as a value that processes exchange, and the marks of a training that has failed."""
+"""A training's run in a tracker, as a value that processes exchange, and the marks of a training that has failed.
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+As a script: marks the run, which is the first argument as JSON, with the status that is the second.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
@@ -45,12 +52,21 @@ class TrackedRun:
         return self.backend(self.ids, parameters, **self.options)
 
 
-def mark_ended(runs: Iterable[TrackedRun], status: str, warn: Callable[[str], object]) -> None:
-    """Mark the runs of a training as ``FAILED`` or ``KILLED``; call ``warn`` with a message for each that it cannot."""
-    for run in runs:
-        if run.kind == "tensorboard" or not run.link:  # TensorBoard has no marks, and a run without a link was not made
-            continue
-        try:
-            run.connect({}).finish(status, "")
-        except Exception as error:  # noqa: BLE001 - whatever the tracker raises
-            warn(f"The run in {run.kind} could not be marked as {status}: {type(error).__name__}: {error}")
+def mark_ended(run: TrackedRun, status: str, seconds: float, warn: Callable[[str], object]) -> None:
+    """Mark a training's run as ``FAILED`` or ``KILLED``; call ``warn`` with a message if it cannot be marked in time.
+
+    A process does it, which is killed after ``seconds``. This process could not exit while W&B waits for its server.
+    """
+    if run.kind == "tensorboard" or not run.link:  # TensorBoard has no marks, and a run without a link was not made
+        return
+    command = (sys.executable, "-m", __name__, json.dumps(asdict(run)), status)
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=seconds)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        lines = (error.stderr or b"no answer").decode().splitlines()
+        warn(f"The run in {run.kind} could not be marked as {status} within {seconds:g} s. Last output: {lines[-1]}")
+
+
+if __name__ == "__main__":
+    signal.alarm(60)  # seconds, after which this process ends if the flow process, which kills it, was killed
+    TrackedRun(**json.loads(sys.argv[1])).connect({}).finish(sys.argv[2], "")

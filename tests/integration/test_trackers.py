@@ -1,5 +1,6 @@
 """Trackers show a training as one run with each step once, whatever its processes and the trackers do."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from prefect_elastic_train import loop
+from prefect_elastic_train.core.threads import start_thread
 from prefect_elastic_train.loop import training_session
 from prefect_elastic_train.trackers import tracker as tracker_module
 from prefect_elastic_train.trackers.mlflow_backend import _METRICS_OF_A_CALL
@@ -136,9 +139,31 @@ def test_the_flow_process_marks_runs_of_a_training_that_failed(folder: Path) -> 
 def test_a_run_that_cannot_be_marked_is_one_warning() -> None:
     warnings: list[str] = []
     away = TrackedRun("mlflow", IDS, {"tracking_uri": f"http://127.0.0.1:{free_port()}"}, "http://link")
-    mark_ended([away], "FAILED", warnings.append)
+    mark_ended(away, "FAILED", 60, warnings.append)
     assert len(warnings) == 1
-    assert warnings[0].startswith("The run in mlflow could not be marked as FAILED: MlflowException: ")
+    assert warnings[0].startswith("The run in mlflow could not be marked as FAILED within 60 s. Last output: mlflow.ex")
+
+
+@pytest.mark.parametrize("kind", ["mlflow", "wandb"])
+def test_a_mark_ends_in_time_though_its_tracker_does_not_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """W&B would wait for 90 s, also at the exit of its process."""
+    warnings: list[str] = []
+    before = psutil.Process().children(recursive=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "90")
+        options = {"mlflow": {"tracking_uri": url}, "wandb": {"dir": str(folder), "mode": "online"}}
+        run = TrackedRun(kind, IDS, options[kind], "http://link")
+        marking = start_thread(mark_ended, run, "KILLED", 8, warnings.append)
+        marking.join(60)
+    assert [warning.partition(". Last output")[0] for warning in warnings] == [
+        f"The run in {kind} could not be marked as KILLED within 8 s"
+    ]
+    wait_for(lambda: psutil.Process().children(recursive=True) == before, 20, "the end of the processes that mark")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def main(folder: Path, first: int, last: int, attempt: int, end: str, mlflow_uri
     if end != "dies":
         tracker.close()
         if end == "fails":  # then the flow process marks the runs
-            mark_ended(tracker.runs.values(), "FAILED", print)
+            for run in tracker.runs.values():
+                mark_ended(run, "FAILED", 60, print)
         return
     while set(tracker._sent.values()) != {last}:
         time.sleep(0.05)

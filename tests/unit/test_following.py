@@ -27,6 +27,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.driver import prestarted
+from prefect_elastic_train.orchestration import supervision
 from prefect_elastic_train.supervisor import driver_handle, local_cluster
 from prefect_elastic_train.supervisor.follower import Follower
 from prefect_elastic_train.supervisor.guard import kill_marked, marked_processes
@@ -231,6 +232,8 @@ def test_the_steps_of_a_cancellation_fit_into_the_time_before_a_runner_kills() -
         time_limits.PUBLISHER_CLOSE_SECONDS,
     )
     assert sum(steps) < time_limits.RUNNER_GRACE_SECONDS
+    *_, seconds = supervision._TRACKER_MARKS[supervision.TrainingState.CANCELLED]
+    assert seconds <= time_limits.PUBLISHER_CLOSE_SECONDS, "marks are beside the report's last update"
     assert time_limits.FIT_EXIT_SECONDS + time_limits.EXIT_STEP_SECONDS < time_limits.STOP_GRACE_SECONDS
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from itertools import chain, repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -28,6 +29,7 @@ from prefect_elastic_train.core.events import (
     AttemptStarted,
     BlocksChanged,
     CheckpointCommitted,
+    TrackersOpened,
     WorkerFailed,
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
@@ -36,7 +38,9 @@ from prefect_elastic_train.orchestration import flow_run_state, report_publisher
 from prefect_elastic_train.orchestration.supervision import SilentEndError, Stop, Training, TrainingState, classify_end
 from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train, make_training
 from prefect_elastic_train.report.run_report import RunReport
+from prefect_elastic_train.trackers.tracked_run import TrackedRun
 from tests.support.processes import wait_for
+from tests.support.trackers import read_mlflow
 
 
 def _loop() -> None:
@@ -136,6 +140,23 @@ def _fail(training: Training) -> AttemptFailedError:
     with pytest.raises(AttemptFailedError) as failed:
         training.attempt()
     return failed.value
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [(Outcome.USER_ERROR, "FAILED"), (Outcome.TIMED_OUT, "FAILED"), (Outcome.CANCELLED, "KILLED")],
+)
+def test_a_training_that_has_not_completed_is_marked_in_its_trackers(
+    processes: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, status: str
+) -> None:
+    unhurried = {state: (mark, 60.0) for state, (mark, _) in supervision._TRACKER_MARKS.items()}
+    monkeypatch.setattr(supervision, "_TRACKER_MARKS", unhurried)
+    run = TrackedRun("mlflow", {"run_id": "1", "run_name": "mnist"}, {"tracking_uri": str(tmp_path)}, "link")
+    opened = TrackersOpened(attempt=1, runs=[run])
+    processes.attempts = [[BEGUN, opened, AttemptEnded(attempt=1, outcome=outcome, message="nan")]]
+    with suppress(AttemptFailedError):
+        make_training(_loop).attempt()
+    assert read_mlflow(str(tmp_path)).status == status
 
 
 @pytest.mark.parametrize("commits", [False, True])
