@@ -259,11 +259,13 @@ class Training(Follower):
             self._watch.close()
             self._processes.close(keep_cluster=continues)
         finally:  # also if a runner's signal interrupts the closing
-            runs = self._publisher.report.tracked if state in _TRACKER_MARKS else []
-            marks = [start_thread(mark_ended, run, *_TRACKER_MARKS[state], self._log.note) for run in runs]
+            status, seconds = _TRACKER_MARKS.get(state, ("", 0.0))
+            runs = self._publisher.report.tracked if status else []
+            marks = [start_thread(mark_ended, run, status, seconds, self._log.note) for run in runs]
+            marked_by = time.monotonic() + seconds
             self._publisher.end(state.value, reason, is_published or continues)
             for mark in marks:
-                mark.join()
+                mark.join(marked_by - time.monotonic())  # a process that a tracker starts may keep a pipe open
 
     def _start(self) -> None:
         """Start what the training owns until its end: log, report, the watch of its flow runs, and processes."""
