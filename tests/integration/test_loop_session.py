@@ -78,6 +78,7 @@ def test_long_uploads_of_other_ranks_have_no_part_in_the_time_limit_of_trackers(
     [result] = train(slow={"loop": "tracked_loop", "config": config})
     mlflow = read_mlflow(trackers["mlflow"]["tracking_uri"])
     assert (result["error"], mlflow.status, len(mlflow.losses)) == ("", "FINISHED", 20)
+    assert Path(result["ledger"] + ".unfinished").read_text() == ""
 
 
 def test_a_loop_that_uses_its_session_wrongly_is_told_what_to_change(train: Train) -> None:

@@ -387,6 +387,8 @@ def evaluating_loop(config: dict[str, Any]) -> None:
 def tracked_loop(config: dict[str, Any]) -> None:
     """Take steps whose loss differs each time that they are taken, and show them in trackers.
 
+    Then write the trackers that are not finished into ``<ledger>.unfinished``.
+
     Config: ``steps``; ``save_every``; ``sleep`` (seconds a step); ``trackers`` (arguments of ``loop.track``);
     ``ledger`` (file, of rank 0); ``dies`` ([[step, rank]], once each); ``upload_seconds`` (duration of an upload of
     another rank); ``close_seconds`` (time limit of trackers at the end).
@@ -405,3 +407,6 @@ def tracked_loop(config: dict[str, Any]) -> None:
                 write_ledger(config["ledger"], rank=0, step=session.done + 1, loss=loss)
             session.step({"loss": loss})
             _disturb(config, {"rank": session.rank}, session.done)
+    if session.rank == 0:
+        unfinished = [sender.name for sender in tracker._senders if sender.is_alive()]
+        Path(f"{config['ledger']}.unfinished").write_text(" ".join(unfinished))
