@@ -45,12 +45,11 @@ class RunCluster(NamedTuple):
         deadline = time.monotonic() + limit_seconds
         while True:
             is_late = time.monotonic() > deadline
-            status: dict[str, Any] = {}
             with _requests(f"read {self}", ignored=() if is_late else _TRANSIENT) as api:
                 status = api.get_namespaced_custom_object(**self._asdict(), **_RESOURCE).get("status", {})
-            for condition in status.get("conditions", []):
-                if condition["type"] == "HeadPodReady" and condition["status"] == "True":
-                    return f"http://{self.name}-head-svc.{self.namespace}.svc:8265"
+                for condition in status.get("conditions", []):
+                    if condition["type"] == "HeadPodReady" and condition["status"] == "True":
+                        return f"http://{self.name}-head-svc.{self.namespace}.svc:8265"
             if is_late:
                 raise AttemptFailedError(
                     f"the head of {self} did not run within start_timeout_seconds ({limit_seconds:g} s): see `kubectl "

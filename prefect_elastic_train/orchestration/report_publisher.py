@@ -88,6 +88,8 @@ class Publisher:
     interval_seconds: float = 10.0
     flow_run_id: str = ""
     related: Sequence[RelatedResource] = ()
+    #: Held while one of the trainings of this process reads and writes the page of all trainings.
+    _page_lock = threading.Lock()
 
     def __post_init__(self) -> None:
         #: Set when the last update has to be written.
@@ -254,13 +256,14 @@ class Publisher:
         base = report.flow_run_url.partition("/runs/")[0]
         own = make_row(report, now, self._artifacts["markdown"])
         for _ in range(_PAGE_TRIES):
-            page, rows = read_page(client)
-            if rows.get(own.key) == own:
-                return
-            newest = sort_rows({**rows, own.key: own}.values(), now)
-            metadata = {row.key: row.model_dump_json() for row in newest}
-            content = {"data": render_page(newest, now, f"{base}/artifacts/artifact/"), "metadata_": metadata}
-            _save_artifact(client, page, content, key=PAGE_KEY, type="markdown")
+            with self._page_lock:
+                page, rows = read_page(client)
+                if rows.get(own.key) == own:
+                    return
+                newest = sort_rows({**rows, own.key: own}.values(), now)
+                metadata = {row.key: row.model_dump_json() for row in newest}
+                content = {"data": render_page(newest, now, f"{base}/artifacts/artifact/"), "metadata_": metadata}
+                _save_artifact(client, page, content, key=PAGE_KEY, type="markdown")
             if not self._stopping.is_set():
                 live = sum(row.rank in (1, 2) for row in newest)
                 self._due_at["page"] = time.monotonic() + max(_PAGE_SECONDS, live) * random.uniform(1.0, 1.5)

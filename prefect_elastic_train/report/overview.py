@@ -1,7 +1,7 @@
 """The page of all trainings: one row for each, those in trouble first. Belongs to the flow process and the CLI."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pydantic import BaseModel
 
@@ -59,17 +59,16 @@ def make_row(report: RunReport, now: float, artifact: str = "") -> TrainingRow:
     return TrainingRow(key=key, cells=cells, rank=rank, updated=round(now), artifact=artifact)
 
 
-def sort_rows(rows: Iterable[TrainingRow], now: float) -> list[TrainingRow]:
+def sort_rows(rows: Collection[TrainingRow], now: float) -> list[TrainingRow]:
     """Return the rows that were updated last, those in trouble first.
 
     A live training whose flow process has written nothing for some minutes counts as failed.
     """
-    newest = list(rows)
-    for row in newest:
+    for row in rows:
         if row.rank and now - row.updated > _SILENT_SECONDS:
             row.rank = _IN_TROUBLE
     # For a day, trainings in trouble stay before those that are updated.
-    newest.sort(key=lambda row: -(row.updated + _DAY_SECONDS * (row.rank == _IN_TROUBLE)))
+    newest = sorted(rows, key=lambda row: -(row.updated + _DAY_SECONDS * (row.rank == _IN_TROUBLE)))
     return sorted(newest[:_MAX_ROWS], key=lambda row: -row.rank)
 
 
