@@ -6,7 +6,6 @@ The data that the dataset returned for an index is not checked.
 import io
 import json
 from collections.abc import Collection
-from textwrap import shorten
 from typing import Any
 from zipfile import BadZipFile
 
@@ -22,7 +21,7 @@ from prefect_elastic_train.loop.training_session import SESSION_FILE
 from .run_directory import RunDirectory
 from .snapshots import checkpoint_names
 
-_SHOWN_CHARACTERS = 60  # of a list of steps in a message
+_SHOWN_STEPS = 10  # in a message
 _CHUNK_STEPS = 10_000  # whose samples are computed at once
 
 
@@ -56,7 +55,7 @@ class SampleCheck(BaseModel, frozen=True):
 
 
 def _shorten(steps: list[int]) -> str:
-    return shorten(", ".join(map(str, steps)), _SHOWN_CHARACTERS, placeholder=" ...")
+    return ", ".join([*map(str, steps[:_SHOWN_STEPS]), *(["..."] if len(steps) > _SHOWN_STEPS else [])])
 
 
 def check_samples(run: RunDirectory) -> SampleCheck | None:
