@@ -138,7 +138,7 @@ def apply_blocks(run: Annotated[str, typer.Argument(help="Name of the run.", met
     """Make a live training use its changed saved blocks after its next checkpoint, instead of at its next attempt.
 
     A new driver is started for it, which does not count as a driver restart. A session saves first, so no step is done
-    again.
+    again, except in a Ray job, which repeats the steps since that checkpoint.
     """
     from prefect.client.orchestration import get_client
 

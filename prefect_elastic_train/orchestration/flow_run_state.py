@@ -148,4 +148,4 @@ class FlowRunWatch:
                     self.ended = outermost_ended_flow_run(client, self._flow_run_ids)
                     self._read_more(client)
                 except Exception as error:  # noqa: BLE001 - whatever it is, training continues
-                    logger.debug("cannot read the state of the flow run: %s", error)
+                    logger.debug("cannot read the state of the flow run, or its blocks: %s", error)

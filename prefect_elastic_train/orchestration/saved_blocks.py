@@ -32,7 +32,7 @@ def request_apply(client: SyncPrefectClient, run_name: str) -> str:
     emit_event(_REQUESTED, resource={"prefect.resource.id": f"{PREFIX}{run_name}"})
     return (
         f"{run_name} reads its saved blocks within {READ_SECONDS:.0f} s. If they have changed, it applies them after "
-        "its next checkpoint; while no worker trains, at once"
+        "its next checkpoint; while it waits for capacity, at once"
     )
 
 

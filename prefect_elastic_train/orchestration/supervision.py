@@ -368,17 +368,11 @@ class Training(Follower):
             return
         if blocks != self.blocks:
             self._log.note("A saved block has changed since the previous attempt; this attempt uses the new values")
-            self._use(blocks)
+        self.blocks = blocks
 
     def _load_blocks(self) -> Blocks:
         loaded = {argument: load_block(argument, name) for argument, name in self.saved_blocks.items()}
         return self.blocks._replace(**loaded)
-
-    def _use(self, blocks: Blocks) -> None:
-        """Use changed blocks from the next attempt on. A local cluster is started again if it may have to change."""
-        if (blocks.scaling, blocks.cluster) != (self.blocks.scaling, self.blocks.cluster):
-            self._processes.close(keep_cluster=True)
-        self.blocks = blocks
 
     def _read_changes(self, client: SyncPrefectClient) -> None:
         """Read requests to apply changed blocks, and then the blocks, every 15 s. Called in the thread of the watch."""
@@ -392,12 +386,16 @@ class Training(Follower):
         self._requested_at = requested_at
 
     def _apply_changes(self) -> None:
-        """Publish that saved blocks have changed. Raise ApplyBlocks if that is requested, and no step is lost by it."""
+        """Publish that saved blocks have changed.
+
+        Raise ApplyBlocks if that was requested, and a checkpoint was committed since, or the training waits for
+        capacity. It does not while workers restart, because they may restore a later step from memory.
+        """
         newest = self._newest_blocks
         if newest != self._known_blocks and newest != self.blocks:
             self._publish(BlocksChanged())
         self._known_blocks = newest
-        if self._is_requested and (self._is_committed or not self._publisher.report.world_size):
+        if self._is_requested and (self._is_committed or self._publisher.report.state == "waiting for capacity"):
             self._is_requested = self._is_committed = False
             if newest != self.blocks and self._state is TrainingState.RUNNING:  # else the next attempt uses them
                 raise ApplyBlocks
@@ -414,7 +412,10 @@ class Training(Follower):
                 ended = self._processes.run_attempt(self._next_spec())
             except ApplyBlocks:
                 self._publish(BlocksChanged(is_applied=True))
-                self._use(self._newest_blocks)
+                before = self.blocks
+                self.blocks = self._newest_blocks
+                if (before.scaling, before.cluster) != (self.blocks.scaling, self.blocks.cluster):
+                    self._processes.close(keep_cluster=True)  # a local cluster may need other CPUs or GPUs
             finally:
                 self._log.close()
         if not ended.sequence:
@@ -475,7 +476,7 @@ class Training(Follower):
         Raises:
             Stop: A signal came, the coroutine of the training was cancelled, or its flow run was cancelled or has
                 ended.
-            ApplyBlocks: A person requested that the changed blocks are used, and a checkpoint was committed since.
+            ApplyBlocks: A person requested that changed blocks are applied, and this is the time to do it.
             TrainingTimeoutError: ``timeout_seconds`` have passed.
         """
         if self._is_interrupted():

@@ -40,7 +40,7 @@ class _ReportPair(NamedTuple):
 class _Gap(NamedTuple):
     """Difference of two trainings at one report: of the state in their checkpoints, or of their metrics."""
 
-    report: TracedReport  # of the training under faults
+    report: TracedReport  # in the training under faults
     size: float
     location: str
 

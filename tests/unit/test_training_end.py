@@ -218,12 +218,13 @@ def test_saved_blocks_are_loaded_again_at_each_attempt_unless_the_api_is_away_an
     assert notes[0] == "A saved block has changed since the previous attempt; this attempt uses the new values"
     assert "cannot be loaded now: ConnectionError: no answer. They are used as they were" in notes[1]
     assert len(notes) == 2
+    assert not processes.close.called, "the local cluster holds recovery points"
 
 
-@pytest.mark.parametrize("world", [0, 2])
+@pytest.mark.parametrize("state", ["waiting for capacity", "restarting workers"])
 @pytest.mark.parametrize(("requests", "is_changed"), [((0.0, 5.0), True), ((0.0, 5.0), False), ((5.0, 5.0), True)])
-def test_a_request_applies_changed_blocks_after_a_commit_or_while_nothing_trains_unless_it_is_old(
-    processes: Mock, monkeypatch: pytest.MonkeyPatch, requests: tuple[float, float], is_changed: bool, world: int
+def test_a_request_applies_changed_blocks_after_a_commit_or_during_a_wait_for_capacity_unless_it_is_old(
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, requests: tuple[float, float], is_changed: bool, state: str
 ) -> None:
     monkeypatch.setattr(supervision, "last_request", Mock(side_effect=requests))
     monkeypatch.setattr(supervision, "READ_SECONDS", -1.0)
@@ -235,18 +236,40 @@ def test_a_request_applies_changed_blocks_after_a_commit_or_while_nothing_trains
     _fail(training)
     monkeypatch.setattr(training, "_publish", published)
     training._enter(TrainingState.RUNNING)
-    training._publisher.report.world_size = world
+    training._publisher.report.state = state
     for _ in requests:
         training._read_changes(Mock())
     applies = is_changed and requests[0] != requests[1]
-    with pytest.raises(supervision.ApplyBlocks) if applies and not world else nullcontext():
+    with pytest.raises(supervision.ApplyBlocks) if applies and state == "waiting for capacity" else nullcontext():
         training.check_stop()
-    with pytest.raises(supervision.ApplyBlocks) if applies and world else nullcontext():
+    with pytest.raises(supervision.ApplyBlocks) if applies and state != "waiting for capacity" else nullcontext():
         training.on_event(COMMITTED, replayed=False)
         training.check_stop()
     training.check_stop()
     told = [call.args[0] for call in published.call_args_list]
     assert [isinstance(event, BlocksChanged) for event in told if event != COMMITTED] == [True] * is_changed
+
+
+@pytest.mark.parametrize("argument", ["scaling", "failures"])
+def test_blocks_are_applied_by_another_driver_and_a_local_cluster_is_replaced_if_its_size_may_change(
+    processes: Mock, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    changed = {"scaling": ElasticScaling(max_workers=9), "failures": FailureBudget(max_failures=9)}[argument]
+    monkeypatch.setattr(supervision, "load_block", lambda *_: changed)
+    training = make_training(_loop)
+    training.saved_blocks = {argument: "a saved one"}
+    play = processes.run_attempt.side_effect
+
+    def apply(spec: Any) -> None:
+        processes.run_attempt.side_effect = play
+        training._newest_blocks = training._load_blocks()
+        raise supervision.ApplyBlocks
+
+    processes.run_attempt.side_effect = apply
+    processes.attempts = [[LOST]]
+    _fail(training)
+    assert [getattr(spec, argument) == changed.plain() for spec in _specs(processes)] == [False, True]
+    assert processes.close.call_count == (argument == "scaling")
 
 
 @pytest.mark.parametrize(("limit", "remaining"), [(None, math.inf), (60.0, 59.0)])
